@@ -1,0 +1,1 @@
+"""The contract between builder and backend: what an engine is and what it computes."""

@@ -1,0 +1,113 @@
+"""The ragged batch descriptor: one step's rows of several requests, laid end to end.
+
+`StepArrays` is what a scheduler fills, plain numpy and per request. `RaggedBatch` is what the
+network reads: the same facts per row, as tensors. Rows of a request are consecutive positions.
+See docs/adr/0001-ragged-batch-and-step-plan.md.
+
+Three floors, all absolute positions, all per request and constant over the request's life:
+
+* `encoder_floor`: no layer below the decoder reads a window row below it (the replay start);
+* `decoder_floor`: the same for decoder layers, and the first position that runs through them at
+  all: max(encoder_floor, num_prompt_tokens − replay length), the absolute-tail rule;
+* `write_floor`: a global entry is written iff its closing position is at or above it (the prefix
+  hit length); below it the entry is shared and must not be touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """One step, per request. R requests, T rows.
+
+    Contract: `query_start` is non-decreasing from 0 to T and every request has at least one row.
+    `history[r]` holds the token ids before the request's first row, nearest last, −1 where the
+    position would be negative; its width is engram_max_ngram_size − 1.
+    """
+
+    tokens: Int32Array  # [T] input ids
+    query_start: Int32Array  # [R + 1] row range of request r: query_start[r] … query_start[r+1]
+    first_position: Int64Array  # [R] absolute position of the request's first row
+    encoder_floor: Int64Array  # [R]
+    decoder_floor: Int64Array  # [R]
+    write_floor: Int64Array  # [R]
+    history: Int32Array  # [R, N − 1]
+    wants_logits: BoolArray  # [R] the last row's logits are needed
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.first_position)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+    def to_torch(self, device: str = "cpu", *, all_logits: bool = False) -> RaggedBatch:
+        """Expand to per-row tensors. `all_logits` asks for every decoder row's logits."""
+        import torch
+
+        rows = np.diff(self.query_start)
+        request = np.repeat(np.arange(self.num_requests, dtype=np.int64), rows)
+        offset = np.arange(self.num_rows, dtype=np.int64) - self.query_start[:-1][request]
+        positions = self.first_position[request] + offset
+        decoder_rows = np.flatnonzero(positions >= self.decoder_floor[request])
+        if all_logits:
+            logit_rows = np.arange(len(decoder_rows), dtype=np.int64)
+        else:
+            last_rows = self.query_start[1:][self.wants_logits] - 1
+            logit_rows = np.searchsorted(decoder_rows, last_rows)
+
+        def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        return RaggedBatch(
+            tokens=tensor(self.tokens.astype(np.int64)),
+            positions=tensor(positions),
+            request=tensor(request),
+            query_start=tensor(self.query_start.astype(np.int64)),
+            encoder_floor=tensor(self.encoder_floor),
+            decoder_floor=tensor(self.decoder_floor),
+            write_floor=tensor(self.write_floor),
+            history=tensor(self.history.astype(np.int64)),
+            decoder_rows=tensor(decoder_rows),
+            logit_rows=tensor(logit_rows.astype(np.int64)),
+            max_context=int(positions.max(initial=-1)) + 1,
+        )
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """One step, per row, as int64 tensors on one device. T rows, R requests."""
+
+    tokens: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    request: torch.Tensor  # [T] index of the row's request in the step
+    query_start: torch.Tensor  # [R + 1]
+    encoder_floor: torch.Tensor  # [R]
+    decoder_floor: torch.Tensor  # [R]
+    write_floor: torch.Tensor  # [R]
+    history: torch.Tensor  # [R, N − 1]
+    decoder_rows: torch.Tensor  # [Td] rows that run through the decoder segment, ascending
+    logit_rows: torch.Tensor  # [Tl] indices INTO decoder_rows whose logits are wanted
+    max_context: int  # highest position + 1, a host number that sizes key ranges
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        return self.encoder_floor.shape[0]

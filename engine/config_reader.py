@@ -1,0 +1,1 @@
+"""Reading and validating a model configuration in its two released spellings."""

@@ -1,0 +1,77 @@
+"""Row stores: flat arrays of equal rows addressed by slot, the memory that cache operators see.
+
+A store hides whether a row is kept as packed bytes (`PackedRows`) or as plain values
+(`ValueRows`); reading returns the same numbers either way, because packing is exact once a value
+has been quantised. Slot −1 means "no row": reads give zeros, writes are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from plugins.formats.records import RecordLayout
+
+
+class RowStore(Protocol):
+    """Rows [num_slots, width]. Not safe for concurrent writes to one slot in one call."""
+
+    @property
+    def width(self) -> int: ...
+
+    def read(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows at int64 `slots` [...], as [..., width] in `dtype`; zeros where slot < 0."""
+        ...
+
+    def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """Store `values` [n, width] at distinct int64 `slots` [n]; slots < 0 are dropped."""
+        ...
+
+
+class ValueRows:
+    """Rows kept as values. With `layout`, written rows first go through that record's rounding."""
+
+    def __init__(self, values: torch.Tensor, layout: RecordLayout | None = None) -> None:
+        self.values = values
+        self.layout = layout
+
+    @property
+    def width(self) -> int:
+        return int(self.values.shape[-1])
+
+    def read(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = self.values[slots.clamp(min=0)].to(dtype)
+        return torch.where((slots >= 0).unsqueeze(-1), rows, rows.new_zeros(()))
+
+    def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        kept = slots >= 0
+        rows = values[kept]
+        if self.layout is not None:
+            rows = self.layout.round(rows)
+        self.values[slots[kept]] = rows.to(self.values.dtype)
+
+
+class PackedRows:
+    """Rows kept as the record's real bytes, uint8 [num_slots, bytes_per_row]."""
+
+    def __init__(self, data: torch.Tensor, layout: RecordLayout) -> None:
+        if data.dtype != torch.uint8 or data.shape[-1] != layout.bytes_per_row:
+            raise ValueError(
+                f"expected uint8 rows of {layout.bytes_per_row} bytes for {layout.name}, "
+                f"got {data.dtype} {tuple(data.shape)}"
+            )
+        self.data = data
+        self.layout = layout
+
+    @property
+    def width(self) -> int:
+        return self.layout.width
+
+    def read(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = self.layout.unpack(self.data[slots.clamp(min=0)], dtype)
+        return torch.where((slots >= 0).unsqueeze(-1), rows, rows.new_zeros(()))
+
+    def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        kept = slots >= 0
+        self.data[slots[kept]] = self.layout.pack(values[kept])

@@ -1,0 +1,62 @@
+"""Operators by name: one schema, one reference, and the fast implementations beside it.
+
+`@operator(SCHEMA)` turns a reference function into the operator that the network calls: CPU
+tensors run the reference, CUDA tensors run `plugins/<op>/kernel.py` where it exists.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from plugins.schema import OperatorSchema
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Operator:
+    schema: OperatorSchema
+    reference: Callable[..., Any]
+
+    @functools.cached_property
+    def kernel(self) -> Callable[..., Any] | None:
+        """The device implementation, None where the operator has none."""
+        module = self.reference.__module__.rpartition(".")[0] + ".kernel"
+        if importlib.util.find_spec(module) is None:
+            return None
+        implementation: Callable[..., Any] = getattr(
+            importlib.import_module(module), self.reference.__name__
+        )
+        return implementation
+
+
+OPERATORS: dict[str, Operator] = {}
+
+
+def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register the decorated reference under `schema.name` and dispatch on the first tensor."""
+
+    def decorate(reference: Callable[P, R]) -> Callable[P, R]:
+        if schema.name in OPERATORS:
+            raise ValueError(f"operator {schema.name} is registered twice")
+        entry = OPERATORS[schema.name] = Operator(schema, reference)
+
+        @functools.wraps(reference)
+        def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
+            first = args[0]
+            if isinstance(first, torch.Tensor) and first.is_cuda and entry.kernel is not None:
+                result: R = entry.kernel(*args, **kwargs)
+                return result
+            return reference(*args, **kwargs)
+
+        return dispatch
+
+    return decorate

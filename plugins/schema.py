@@ -1,0 +1,44 @@
+"""The description of an operator: shapes, dtypes, ties and aliasing, stated once.
+
+From one schema the registry derives the dispatching function, the torch custom op, the ONNX node
+and the TensorRT plugin. See docs/adr/0003-operator-schema.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["float", "int64", "bool", "rows", "weight"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One operand. `dims` are symbols ("T", "H") or products ("G*N"); equal symbols, equal sizes.
+
+    kind: "float" is the compute dtype (float64, float32, bfloat16); "rows" is a cache row store;
+    "weight" is a linear weight in any stored format.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    kind: Kind = "float"
+    optional: bool = False
+    aliased: bool = False  # written in place
+
+
+@dataclass(frozen=True)
+class OperatorSchema:
+    """The contract of one operator.
+
+    ties: which of equal candidates wins, or why none can occur. deterministic: what a row's result
+    may depend on. source: where the definition comes from (report section, paper, pull request).
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    attributes: tuple[str, ...]
+    ties: str
+    deterministic: str
+    source: str

@@ -1,0 +1,1 @@
+"""From a request to tokens: scheduling, paging, bounded replay, execution, text."""
