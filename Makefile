@@ -1,0 +1,35 @@
+# Tasks. `make` or `make help` lists them; each is safe to run twice.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+help:  ## list the tasks
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup:  ## make .venv with everything needed to build, serve and test
+	@scripts/setup.sh
+
+demo: setup  ## build an engine, serve it with the real Triton server, stream answers
+	@OMP_NUM_THREADS=2 $(VENV)/python -m examples.demo
+
+test: lint  ## lint, types and every test that this machine can run
+	$(VENV)/python -m pytest -n 2 --dist loadfile
+
+lint: setup  ## ruff and strict mypy
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+
+bench: setup  ## cost of the host side: admission of a long prompt, one scheduler step
+	$(VENV)/python benchmarks/cpu/admission.py --tokens 855040
+	$(VENV)/python benchmarks/cpu/scheduler_step.py --requests 256
+
+format: setup  ## rewrite the code in the project's format
+	$(VENV)/ruff check --fix .
+	$(VENV)/ruff format .
+
+clean:  ## remove what the tasks made, .venv aside
+	rm -rf build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+
+.PHONY: help setup demo test lint bench format clean
