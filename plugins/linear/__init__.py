@@ -1,0 +1,7 @@
+"""The linear layer and the row tiling that makes CPU results independent of the batch."""
+
+from plugins.linear.reference import linear
+from plugins.linear.tiles import ROW_TILE, row_tiled
+from plugins.linear.weight import LinearWeight
+
+__all__ = ["ROW_TILE", "LinearWeight", "linear", "row_tiled"]

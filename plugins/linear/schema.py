@@ -1,0 +1,13 @@
+"""Contract of the linear layer."""
+
+from plugins.schema import OperatorSchema, TensorSpec
+
+SCHEMA = OperatorSchema(
+    name="linear",
+    inputs=(TensorSpec("x", ("T", "K")), TensorSpec("weight", ("N", "K"), kind="weight")),
+    outputs=(TensorSpec("y", ("T", "N")),),
+    attributes=(),
+    ties="rounding of the input to E4M3 is to nearest, ties to the even code",
+    deterministic="a row depends on that row and the weight only (CPU: fixed row tiles)",
+    source="technical report, FP8 section; the released inference code",
+)
