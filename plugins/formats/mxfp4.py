@@ -19,6 +19,7 @@ from plugins.formats.rounding import (
     grouped,
     pack_e2m1,
     round_e2m1,
+    split_last,
     straight_through,
     unpack_e2m1,
     work_dtype,
@@ -50,7 +51,7 @@ class MxFp4:
     def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Inverse of pack, [..., n] in `dtype`; exact in bfloat16 and wider."""
         wide = work_dtype(dtype)
-        groups = unpack_e2m1(data, wide).unflatten(-1, (-1, self.group))
+        groups = split_last(unpack_e2m1(data, wide), self.group)
         return (groups * decode_e8m0(scale, wide).unsqueeze(-1)).flatten(-2).to(dtype)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from plugins.formats.rounding import (
     encode_e4m3,
     grouped,
     round_e4m3,
+    split_last,
     straight_through,
     work_dtype,
 )
@@ -52,7 +53,7 @@ class MxFp8:
     def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Inverse of pack, [..., n] in `dtype`; exact in bfloat16 and wider."""
         wide = work_dtype(dtype)
-        groups = decode_e4m3(data, wide).unflatten(-1, (-1, self.group))
+        groups = split_last(decode_e4m3(data, wide), self.group)
         return (groups * decode_e8m0(scale, wide).unsqueeze(-1)).flatten(-2).to(dtype)
 
     def round(self, values: torch.Tensor) -> torch.Tensor:

@@ -76,21 +76,21 @@ def decode_e4m3(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return raw_bytes(codes).view(torch.float8_e4m3fn).to(dtype)
 
 
-def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """uint8 codes 0 … 15 of round_e2m1(values): bit 3 is the sign. The code of NaN is undefined."""
+def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Codes of round_e2m1(values), two a byte, uint8 [..., n/2]; the code of a NaN is arbitrary.
+
+    The even element is in the low nibble; bit 3 of a nibble is the sign.
+    """
     exact = round_e2m1(values).to(torch.float32)
     bits = exact.view(torch.int32)
-    # From 1.0 on the code is exponent and top mantissa bit; below, it is twice the value.
-    normal = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(22).sub_(252)
-    small = exact.abs().mul_(2).clamp_(max=1).to(torch.int32)
     sign = bits.bitwise_right_shift(28).bitwise_and_(8)
-    return torch.maximum(normal, small).bitwise_and_(7).bitwise_or_(sign).to(torch.uint8)
-
-
-def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte along the last dim, even element in the low nibble; [..., n] → [..., n/2]."""
-    codes = encode_e2m1(values).unflatten(-1, (-1, 2))
-    return codes[..., 0] | (codes[..., 1] << 4)
+    # From 1.0 on, a code is the exponent and the top mantissa bit; below, it is twice the value.
+    codes = bits.bitwise_and(0x7FFFFFFF).bitwise_right_shift_(22).sub_(252)
+    small = exact.abs().mul_(2).clamp_(max=1).to(torch.int32)
+    torch.maximum(codes, small, out=codes)
+    codes = codes.bitwise_and_(7).bitwise_or_(sign).to(torch.uint8)
+    pairs = codes.contiguous().view(torch.int16)  # little endian: the even element is the low byte
+    return pairs.bitwise_or(pairs >> 4).to(torch.uint8)
 
 
 def unpack_e2m1(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -145,7 +145,12 @@ def grouped(values: torch.Tensor, group: int) -> torch.Tensor:
             f"expected a last dim that is a multiple of {group}, got {tuple(values.shape)}; "
             "this format scales whole groups"
         )
-    return values.to(work_dtype(values.dtype)).unflatten(-1, (-1, group))
+    return split_last(values.to(work_dtype(values.dtype)), group)
+
+
+def split_last(values: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., n] → [..., n/size, size], also for no rows at all."""
+    return values.reshape(*values.shape[:-1], values.shape[-1] // size, size)
 
 
 class _StraightThrough(torch.autograd.Function):

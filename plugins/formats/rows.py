@@ -14,6 +14,14 @@ import torch
 from plugins.formats.records import RecordLayout
 
 
+def _place(rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Index of `slots` in rows [num_slots, n], or in pages [num_pages, rows_per_page, n] where
+    slot = page · rows_per_page + row (a strided view: the page also holds other stores' rows)."""
+    if rows.dim() == 2:
+        return (slots,)
+    return (slots // rows.shape[1], slots % rows.shape[1])
+
+
 class RowStore(Protocol):
     """Rows [num_slots, width]. Not safe for concurrent writes to one slot in one call."""
 
@@ -30,7 +38,10 @@ class RowStore(Protocol):
 
 
 class ValueRows:
-    """Rows kept as values. With `layout`, written rows first go through that record's rounding."""
+    """Rows kept as values [num_slots, width] or [num_pages, rows_per_page, width].
+
+    With `layout`, written rows first go through that record's rounding.
+    """
 
     def __init__(self, values: torch.Tensor, layout: RecordLayout | None = None) -> None:
         self.values = values
@@ -41,7 +52,7 @@ class ValueRows:
         return int(self.values.shape[-1])
 
     def read(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        rows = self.values[slots.clamp(min=0)].to(dtype)
+        rows = self.values[_place(self.values, slots.clamp(min=0))].to(dtype)
         return torch.where((slots >= 0).unsqueeze(-1), rows, rows.new_zeros(()))
 
     def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
@@ -49,11 +60,12 @@ class ValueRows:
         rows = values[kept]
         if self.layout is not None:
             rows = self.layout.round(rows)
-        self.values[slots[kept]] = rows.to(self.values.dtype)
+        self.values[_place(self.values, slots[kept])] = rows.to(self.values.dtype)
 
 
 class PackedRows:
-    """Rows kept as the record's real bytes, uint8 [num_slots, bytes_per_row]."""
+    """Rows kept as the record's real bytes, uint8 [num_slots, bytes_per_row] or
+    [num_pages, rows_per_page, bytes_per_row]."""
 
     def __init__(self, data: torch.Tensor, layout: RecordLayout) -> None:
         if data.dtype != torch.uint8 or data.shape[-1] != layout.bytes_per_row:
@@ -69,9 +81,10 @@ class PackedRows:
         return self.layout.width
 
     def read(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        rows = self.layout.unpack(self.data[slots.clamp(min=0)], dtype)
+        data = self.data[_place(self.data, slots.clamp(min=0))]
+        rows = self.layout.unpack(data, dtype)
         return torch.where((slots >= 0).unsqueeze(-1), rows, rows.new_zeros(()))
 
     def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         kept = slots >= 0
-        self.data[slots[kept]] = self.layout.pack(values[kept])
+        self.data[_place(self.data, slots[kept])] = self.layout.pack(values[kept])

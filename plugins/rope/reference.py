@@ -26,7 +26,7 @@ def apply_rope(
     sin = angle.sin().to(wide).view(per_row)
     if inverse:
         sin = -sin
-    pairs = x[..., -rotated:].to(wide).unflatten(-1, (-1, 2))
-    even, odd = pairs.unbind(-1)
+    turning = x[..., x.shape[-1] - rotated :].to(wide)
+    even, odd = turning[..., 0::2], turning[..., 1::2]
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    return torch.cat([x[..., :-rotated], turned.flatten(-2).to(x.dtype)], dim=-1)
+    return torch.cat([x[..., : x.shape[-1] - rotated], turned.flatten(-2).to(x.dtype)], dim=-1)
