@@ -1,0 +1,5 @@
+"""Quantise rows and scatter them into a cache store."""
+
+from plugins.kv_write.reference import kv_write
+
+__all__ = ["kv_write"]
