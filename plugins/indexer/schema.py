@@ -1,0 +1,23 @@
+"""Contract of the index scores."""
+
+from __future__ import annotations
+
+from plugins.schema import OperatorSchema, TensorSpec
+
+INDEX_SCORES = OperatorSchema(
+    name="index_scores",
+    inputs=(
+        TensorSpec("queries", ("T", "h", "dk")),
+        TensorSpec("head_weights", ("T", "h")),
+        TensorSpec("keys", ("slots", "dk"), "rows"),
+        TensorSpec("key_slots", ("R", "n"), "int64"),
+        TensorSpec("request", ("T",), "int64"),
+        TensorSpec("num_visible", ("T",), "int64"),
+    ),
+    outputs=(TensorSpec("scores", ("T", "n")),),
+    attributes=(),
+    ties="none: nothing is selected; with few heads many scores are exactly 0",
+    deterministic="a row depends on its own query and visible keys only: fixed row and key tiles "
+    "of one product shape, whatever the other rows are and whatever n pads the keys to",
+    source="technical report, compressed sparse attention, lightning indexer",
+)

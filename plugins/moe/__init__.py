@@ -1,0 +1,5 @@
+"""The mixture of experts."""
+
+from plugins.moe.reference import ExpertWeights, moe
+
+__all__ = ["ExpertWeights", "moe"]

@@ -1,0 +1,72 @@
+"""Selection of compressed entries: exact top-k and the two-level candidate blocks.
+
+−inf marks an entry that may not be read; NaN counts as −inf.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from plugins.registry import operator
+from plugins.topk_select.schema import CANDIDATE_BLOCKS, RESTRICT_TO_BLOCKS, TOPK_SELECT
+
+# Bounds the int64 running counts to 16 MiB at 32768 columns.
+_ROW_TILE = 64
+
+
+@operator(TOPK_SELECT)
+def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Ascending indices of the k best entries above −inf of each row of `scores` [T, n].
+
+    Returns int64 [T, min(k, n)], padded with −1 at the end where fewer than k entries qualify.
+    """
+    width = min(k, scores.shape[1])
+    selected = torch.full((scores.shape[0], width), -1, dtype=torch.int64, device=scores.device)
+    for start in range(0, scores.shape[0], _ROW_TILE):
+        best = _best(scores[start : start + _ROW_TILE], width)
+        rows, columns = best.nonzero(as_tuple=True)
+        selected[start + rows, (best.cumsum(1) - 1)[rows, columns]] = columns
+    return selected
+
+
+@operator(CANDIDATE_BLOCKS)
+def candidate_blocks(
+    scores: torch.Tensor, num_visible: torch.Tensor, *, block_size: int, num_blocks: int
+) -> torch.Tensor:
+    """Level one: the `num_blocks` best blocks of `block_size` columns, bool [T, ceil(n/block)].
+
+    A block's score is its best entry's. The block of the newest visible entry (num_visible [T],
+    entries visible to the row) is always in; blocks with nothing above −inf never are.
+    """
+    columns = scores.shape[1]
+    blocks = -(-columns // block_size)
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    padded = torch.nn.functional.pad(scores, (0, blocks * block_size - columns), value=-torch.inf)
+    block_scores = padded.view(-1, blocks, block_size).amax(-1)
+    # Nothing may tie with the newest block's +inf.
+    block_scores = block_scores.clamp(max=torch.finfo(scores.dtype).max)
+    newest = torch.div(num_visible - 1, block_size, rounding_mode="floor")
+    is_newest = torch.arange(blocks, device=scores.device) == newest.unsqueeze(1)
+    return _best(block_scores.masked_fill(is_newest, torch.inf), min(num_blocks, blocks))
+
+
+@operator(RESTRICT_TO_BLOCKS)
+def restrict_to_blocks(
+    scores: torch.Tensor, blocks_mask: torch.Tensor, *, block_size: int
+) -> torch.Tensor:
+    """Level two: `scores` [T, n] with −inf outside the blocks of `blocks_mask` [T, ceil(n/b)]."""
+    inside = blocks_mask.repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
+    return scores.masked_fill(~inside, -torch.inf)
+
+
+def _best(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Mask [T, n] of the k best entries above −inf; of equal entries the leftmost."""
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    if k == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    # The k-th value is unique whatever order topk gives to equal entries.
+    threshold = scores.topk(k, dim=1).values[:, -1:]
+    above = scores > threshold
+    equal = (scores == threshold) & (scores > -torch.inf)
+    room = k - above.sum(1, keepdim=True)
+    return above | (equal & (equal.cumsum(1) <= room))

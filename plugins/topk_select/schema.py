@@ -1,0 +1,38 @@
+"""Contracts of the selection operators."""
+
+from __future__ import annotations
+
+from plugins.schema import OperatorSchema, TensorSpec
+
+TOPK_SELECT = OperatorSchema(
+    name="topk_select",
+    inputs=(TensorSpec("scores", ("T", "n")),),
+    outputs=(TensorSpec("selected", ("T", "min(k,n)"), "int64"),),
+    attributes=("k",),
+    ties="of equal scores the lower index wins",
+    deterministic="exact: a row depends on its own scores only, whatever n pads it to",
+    source="technical report, compressed sparse attention, top-k selection",
+)
+
+CANDIDATE_BLOCKS = OperatorSchema(
+    name="candidate_blocks",
+    inputs=(TensorSpec("scores", ("T", "n")), TensorSpec("num_visible", ("T",), "int64")),
+    outputs=(TensorSpec("blocks", ("T", "ceil(n/block_size)"), "bool"),),
+    attributes=("block_size", "num_blocks"),
+    ties="of equal block scores the lower block wins; the newest block is always in",
+    deterministic=TOPK_SELECT.deterministic,
+    source="technical report, compressed sparse attention, level one of the two-level selection",
+)
+
+RESTRICT_TO_BLOCKS = OperatorSchema(
+    name="restrict_to_blocks",
+    inputs=(
+        TensorSpec("scores", ("T", "n")),
+        TensorSpec("blocks", ("T", "ceil(n/block_size)"), "bool"),
+    ),
+    outputs=(TensorSpec("restricted", ("T", "n")),),
+    attributes=("block_size",),
+    ties="none: nothing is selected",
+    deterministic="elementwise",
+    source="technical report, compressed sparse attention, level two of the two-level selection",
+)
