@@ -28,7 +28,8 @@ def validate(config: ModelConfig) -> None:
 
 
 def _validate_dims(config: ModelConfig) -> None:
-    for name in ("head_dim", "index_head_dim", "engram_head_dim"):
+    for name in ("head_dim", "index_head_dim", "engram_head_dim", "hidden_size",
+                 "moe_intermediate_size"):  # fmt: skip
         if getattr(config, name) % 32:
             raise ConfigError(
                 f"{name}: expected a multiple of 32 (a row's scales cover 32 values), "

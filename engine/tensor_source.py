@@ -16,8 +16,22 @@ from typing import Protocol
 import torch
 
 from engine.safetensors_file import CheckpointError, SafetensorsFile, TensorInfo
+from plugins.formats.records import engram_record
+from plugins.formats.released import BLOCK, dequantize_fp4_rows, dequantize_fp8_blocks
+from plugins.formats.rows import PackedRows, RowStore, ValueRows
+from plugins.linear import LinearWeight
+from plugins.moe import ExpertWeights
 
-__all__ = ["CheckpointError", "SafetensorsSource", "TensorInfo", "TensorSource", "dense"]
+__all__ = [
+    "CheckpointError",
+    "SafetensorsSource",
+    "TensorInfo",
+    "TensorSource",
+    "dense",
+    "engram_table",
+    "expert_weights",
+    "linear_weight",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -121,22 +135,112 @@ class SafetensorsSource:
             self._owner[name] = files[shard]
 
 
-def expect(
+def dense(
+    source: TensorSource, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """An unquantised tensor in `dtype`, in memory of its own."""
+    _expect(source, name, shape, FLOAT_DTYPES)
+    return source.read(name).to(dtype, copy=True)
+
+
+def linear_weight(
+    source: TensorSource,
+    prefix: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    activation_quant: bool = True,
+) -> LinearWeight:
+    """`prefix.weight` [N, K] in `dtype`: FP8 with 32×32 block scales, or unquantised.
+
+    Dequantised values are exact in bfloat16 and wider. A quantised weight asks for a quantised
+    input, because the model was trained so; `activation_quant` False is a diagnostic.
+    """
+    name = f"{prefix}.weight"
+    if source.describe(name).dtype != "F8_E4M3":
+        return LinearWeight(dense(source, name, shape, dtype), quantized_input=False)
+    _expect(source, name, shape, ("F8_E4M3",))
+    rows, columns = shape
+    grid = (-(-rows // BLOCK), -(-columns // BLOCK))
+    _expect(source, f"{prefix}.scale", grid, ("F8_E8M0",))
+    value = dequantize_fp8_blocks(source.read(name), source.read(f"{prefix}.scale"), dtype)
+    return LinearWeight(value, quantized_input=activation_quant)
+
+
+def expert_weights(
+    source: TensorSource,
+    prefix: str,
+    num_experts: int,
+    inter: int,
+    hidden: int,
+    dtype: torch.dtype,
+    *,
+    activation_quant: bool = True,
+) -> ExpertWeights:
+    """The routed experts `prefix.E.{w1,w3,w2}.weight`, E = 0 … num_experts − 1, stacked.
+
+    FP4 with one E8M0 scale per 32 inputs of a row, or unquantised; all of one kind.
+    """
+    quantized = source.describe(f"{prefix}.0.w1.weight").dtype == "I8"
+
+    def stack(name: str, shape: tuple[int, int]) -> torch.Tensor:
+        stacked = torch.empty(num_experts, *shape, dtype=dtype)
+        for expert in range(num_experts):
+            one = f"{prefix}.{expert}.{name}"
+            stacked[expert] = (
+                _fp4_weight(source, one, shape, dtype)
+                if quantized
+                else dense(source, f"{one}.weight", shape, dtype)
+            )
+        return stacked
+
+    return ExpertWeights(
+        w1=stack("w1", (inter, hidden)),
+        w3=stack("w3", (inter, hidden)),
+        w2=stack("w2", (hidden, inter)),
+        quantized_input=quantized and activation_quant,
+    )
+
+
+def engram_table(
+    source: TensorSource, prefix: str, rows: int, dim: int, dtype: torch.dtype
+) -> RowStore:
+    """An Engram table of `rows` rows of `dim` values.
+
+    An engine's packed records (`prefix.rows`) stay mapped. A checkpoint's FP8 `prefix.weight` and
+    `prefix.scale` are joined to records in memory; unquantised rows are kept in `dtype`.
+    """
+    record = engram_record(dim)
+    if f"{prefix}.rows" in source:
+        _expect(source, f"{prefix}.rows", (rows, record.bytes_per_row), ("U8",))
+        return PackedRows(source.read(f"{prefix}.rows"), record)
+    name = f"{prefix}.weight"
+    if source.describe(name).dtype != "F8_E4M3":
+        _expect(source, name, (rows, dim), FLOAT_DTYPES)
+        return ValueRows(source.read(name).to(dtype))
+    _expect(source, name, (rows, dim), ("F8_E4M3",))
+    _expect(source, f"{prefix}.scale", (rows, record.scale_bytes), ("F8_E8M0",))
+    parts = source.read(name).view(torch.uint8), source.read(f"{prefix}.scale")
+    return PackedRows(torch.cat(parts, dim=1), record)
+
+
+def _fp4_weight(
+    source: TensorSource, prefix: str, shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    rows, columns = shape
+    _expect(source, f"{prefix}.weight", (rows, columns // 2), ("I8",))
+    _expect(source, f"{prefix}.scale", (rows, columns // BLOCK), ("F8_E8M0",))
+    return dequantize_fp4_rows(
+        source.read(f"{prefix}.weight"), source.read(f"{prefix}.scale"), dtype
+    )
+
+
+def _expect(
     source: TensorSource, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]
-) -> TensorInfo:
-    """Check a tensor's header; CheckpointError with its name, what was expected and what came."""
+) -> None:
     info = source.describe(name)
     if info.dtype not in dtypes or info.shape != shape:
         raise CheckpointError(
             f"{name}: expected {' or '.join(dtypes)} {list(shape)}, got {info}; "
             "the checkpoint does not belong to this configuration"
         )
-    return info
-
-
-def dense(
-    source: TensorSource, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """An unquantised tensor in `dtype`, always in memory of its own."""
-    expect(source, name, shape, FLOAT_DTYPES)
-    return source.read(name).to(dtype, copy=True)
