@@ -42,7 +42,7 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated reference under `schema.name` and dispatch on the first tensor."""
+    """Register the decorated reference under `schema.name` and dispatch on its first operand."""
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
         if schema.name in OPERATORS:
@@ -51,7 +51,7 @@ def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R
 
         @functools.wraps(reference)
         def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
-            first = args[0]
+            first = args[0] if args else kwargs[schema.inputs[0].name]
             if isinstance(first, torch.Tensor) and first.is_cuda and entry.kernel is not None:
                 result: R = entry.kernel(*args, **kwargs)
                 return result

@@ -1,0 +1,47 @@
+"""Sizes and hostile inputs of the grouped output projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from plugins.linear import ROW_TILE, LinearWeight
+
+
+@dataclass(frozen=True)
+class WoACase:
+    name: str
+    rows: int
+    heads: int
+    head_dim: int
+    groups: int
+    rank: int
+    quantized_input: bool = False
+    strided: bool = False
+
+    def operands(
+        self, dtype: torch.dtype, seed: int = 0
+    ) -> dict[str, torch.Tensor | LinearWeight | int]:
+        """Keyword operands of the operator, on the CPU."""
+        draw = torch.Generator().manual_seed(seed)
+        width = self.head_dim * (2 if self.strided else 1)
+        o = torch.randn(self.rows, self.heads, width, generator=draw).to(dtype)
+        group_width = self.heads // self.groups * self.head_dim
+        weight = torch.randn(self.groups * self.rank, group_width, generator=draw).to(dtype)
+        return {
+            "o": o[..., : self.head_dim],
+            "weight": LinearWeight(weight, self.quantized_input),
+            "groups": self.groups,
+        }
+
+
+CASES = (
+    WoACase("no rows", 0, 4, 64, 2, 32),
+    WoACase("one row", 1, 4, 64, 2, 32),
+    WoACase("one below a tile", ROW_TILE - 1, 4, 64, 2, 32, quantized_input=True),
+    WoACase("one above a tile", ROW_TILE + 1, 4, 64, 2, 32, quantized_input=True),
+    WoACase("one group", 3, 2, 32, 1, 5),
+    WoACase("a group per head", 3, 4, 32, 4, 3),
+    WoACase("strided heads", 6, 4, 64, 2, 32, strided=True),
+)
