@@ -111,3 +111,13 @@ class RaggedBatch:
     @property
     def num_requests(self) -> int:
         return self.encoder_floor.shape[0]
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """One draft pass over R requests of a step, as int64 tensors on one device."""
+
+    anchors: torch.Tensor  # [R] the token that the target just produced
+    positions: torch.Tensor  # [R] its position; the context ends one below it
+    request: torch.Tensor  # [R] index of the request in the cache view
+    floor: torch.Tensor  # [R] decoder_floor: no context row below it was stored

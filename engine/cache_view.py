@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from plugins.formats.records import RecordLayout
     from plugins.formats.rows import RowStore
 
 
@@ -46,6 +47,18 @@ class CacheView(Protocol):
     @property
     def tail_capacity(self) -> int:
         """How many of a request's newest positions the tail holds; older slots are reused."""
+        ...
+
+    @property
+    def window_layout(self) -> RecordLayout | None:
+        """The rounding of a window row, None with cache quantisation off. The rows of a draft
+        block are never stored and still go through it."""
+        ...
+
+    @property
+    def index_layout(self) -> RecordLayout | None:
+        """The rounding of an index key, None with cache quantisation off. Index queries are
+        rounded the same way."""
         ...
 
     def window_slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor: ...

@@ -1,0 +1,100 @@
+"""One layer: two sublayers around hyper-connected residual streams.
+
+The mix of a sublayer is computed from the streams before it. Its `post` and `comb` write the
+sublayer's output back; its `pre` collapses the streams for the NEXT sublayer, across layers too.
+(Technical report, section on mHC; hyper-connections are arXiv 2409.19606.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from engine.config import ModelConfig
+from engine.network.weights import HyperWeights, LayerWeights, MoeWeights
+from plugins.mega_gate import mega_gate
+from plugins.mega_mhc import HcMix, hc_collapse, hc_expand, hc_mix
+from plugins.moe import moe
+from plugins.norm import rms_norm
+
+
+class Residual(NamedTuple):
+    """The streams between two layers and the coefficients that collapse them for the next one."""
+
+    streams: torch.Tensor  # [T, S, D] compute dtype
+    pre: torch.Tensor  # [T, S] at least float32
+
+    def rows(self, kept: torch.Tensor) -> Residual:
+        return Residual(self.streams[kept], self.pre[kept])
+
+
+def embed(tokens: torch.Tensor, table: torch.Tensor, config: ModelConfig) -> Residual:
+    """Every stream starts as the token's embedding; the first collapse takes stream 0."""
+    streams = table[tokens].unsqueeze(1).expand(-1, config.hc_mult, -1)
+    wide = torch.promote_types(streams.dtype, torch.float32)
+    pre = torch.zeros(streams.shape[:2], dtype=wide, device=streams.device)
+    pre[:, 0] = 1.0
+    return Residual(streams, pre)
+
+
+def collapse(residual: Residual, norm: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """What a sublayer (or the head) sees, [T, D]: the streams collapsed and normalised."""
+    return rms_norm(hc_collapse(residual.streams, residual.pre), norm, config.rms_norm_eps)
+
+
+def after_attention(
+    residual: Residual,
+    y: torch.Tensor,
+    weights: LayerWeights,
+    config: ModelConfig,
+    *,
+    top_k: int,
+    is_image: torch.Tensor | None,
+) -> Residual:
+    """The rest of a layer, given its input and its attention's output y [T, D]."""
+    attn = _mix(residual.streams, weights.attn_hc, config)
+    streams = hc_expand(residual.streams, y, attn.post, attn.comb)
+    ffn = _mix(streams, weights.ffn_hc, config)
+    u = collapse(Residual(streams, attn.pre), weights.ffn_norm, config)
+    y = _experts(u, weights.moe, config, top_k, is_image)
+    return Residual(hc_expand(streams, y, ffn.post, ffn.comb), ffn.pre)
+
+
+def _mix(streams: torch.Tensor, weights: HyperWeights, config: ModelConfig) -> HcMix:
+    return hc_mix(
+        streams,
+        weights.fn,
+        weights.base,
+        weights.scale,
+        sinkhorn_iters=config.hc_sinkhorn_iters,
+        hc_eps=config.hc_eps,
+        norm_eps=config.rms_norm_eps,
+    )
+
+
+def _experts(
+    u: torch.Tensor,
+    weights: MoeWeights,
+    config: ModelConfig,
+    top_k: int,
+    is_image: torch.Tensor | None,
+) -> torch.Tensor:
+    routing = mega_gate(
+        u,
+        weights.gate,
+        weights.bias,
+        weights.bias_image,
+        is_image,
+        top_k=top_k,
+        route_scale=config.routed_scaling_factor,
+        gate_temp=config.gate_temp,
+    )
+    return moe(
+        u,
+        routing.ids,
+        routing.weights,
+        weights.routed,
+        weights.shared,
+        swiglu_limit=config.swiglu_limit,
+    )

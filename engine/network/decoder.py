@@ -1,0 +1,75 @@
+"""The decoder segment: the layers that read one global KV, and the head.
+
+Nothing that these layers make is read by another token except through the window, so prefill runs
+them on a request's last rows only: those at or above its decoder floor.
+(Technical report, section on bounded replay, decoder side.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from engine.batch import RaggedBatch
+from engine.cache_view import CacheView
+from engine.config import ModelConfig
+from engine.network.attention import attention
+from engine.network.block import Residual, after_attention, collapse
+from engine.network.rope import RopeTables
+from engine.network.rows import SegmentRows
+from engine.network.select import Selection
+from engine.network.weights import NetworkWeights
+from plugins.linear import linear
+
+
+class DecoderOutput(NamedTuple):
+    logits: torch.Tensor  # [Tl, vocab] at least float32, of batch.logit_rows
+    draft_features: torch.Tensor  # [Td, targets·D] of batch.decoder_rows, what the draft reads
+
+
+class Decoder:
+    """Layers decoder_start … L − 1. The first one's entries were written by the encoder."""
+
+    def __init__(self, config: ModelConfig, weights: NetworkWeights, rope: RopeTables) -> None:
+        self._config = config
+        self._weights = weights
+        self._rope = rope
+
+    def run(self, batch: RaggedBatch, cache: CacheView, residual: Residual) -> DecoderOutput:
+        """`residual` [Td, …]: the encoder's output for `batch.decoder_rows`; writes windows."""
+        config = self._config
+        rows = SegmentRows.of_decoder(batch, cache, config)
+        published: Selection | None = None
+        features = []
+        for layer in range(config.decoder_start, config.num_hidden_layers):
+            weights = self._weights.layers[layer]
+            if layer in config.dspark_target_layer_ids:
+                features.append(_stream_mean(residual.streams))
+            y, published = attention(
+                collapse(residual, weights.attn_norm, config),
+                layer,
+                weights.attention,
+                config,
+                rows,
+                cache,
+                self._rope.of(layer),
+                published,
+            )
+            residual = after_attention(
+                residual,
+                y,
+                weights,
+                config,
+                top_k=config.num_experts_per_tok,
+                is_image=rows.is_image,
+            )
+        h = collapse(residual.rows(batch.logit_rows), self._weights.norm, config)
+        head = self._weights.head
+        logits = linear(h.to(head.value.dtype), head)
+        return DecoderOutput(logits, torch.cat(features, dim=-1))
+
+
+def _stream_mean(streams: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(streams.dtype, torch.float32)
+    return streams.mean(dim=1, dtype=wide).to(streams.dtype)

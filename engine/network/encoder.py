@@ -1,0 +1,84 @@
+"""The encoder segment: every row through the layers below the decoder, and the CED projection.
+
+The decoder's global KV is a function of the encoder's output alone: its first layer's attention
+input. Writing it here, for every row, is what lets prefill run the decoder on the last rows only.
+(Technical report, sections on the causal encoder-decoder and on bounded replay.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import RaggedBatch
+from engine.cache_view import CacheView
+from engine.config import ModelConfig
+from engine.network.attention import attention
+from engine.network.block import Residual, after_attention, collapse, embed
+from engine.network.compress import compress
+from engine.network.engram import EngramHash, inject
+from engine.network.rope import RopeTables
+from engine.network.rows import CompressRows, SegmentRows
+from engine.network.select import Selection
+from engine.network.weights import NetworkWeights
+
+
+class Encoder:
+    """Layers 0 … decoder_start − 1, and what layer decoder_start writes for every row."""
+
+    def __init__(
+        self, config: ModelConfig, weights: NetworkWeights, rope: RopeTables, engram: EngramHash
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._rope = rope
+        self._engram = engram
+
+    def run(self, batch: RaggedBatch, cache: CacheView) -> Residual:
+        """The decoder's input for `batch.decoder_rows`; writes windows, entries and tails."""
+        config = self._config
+        rows = SegmentRows.of_encoder(batch, cache, config)
+        entry_rows = CompressRows.of(batch, cache, config)
+        engram_rows = self._engram.rows(batch)
+        residual = embed(batch.tokens, self._weights.embed, config)
+        published: Selection | None = None
+        for layer in range(config.decoder_start):
+            weights = self._weights.layers[layer]
+            residual = self._inject(layer, residual, engram_rows, rows)
+            u = collapse(residual, weights.attn_norm, config)
+            self._compress(layer, u, entry_rows, cache)
+            y, published = attention(
+                u, layer, weights.attention, config, rows, cache, self._rope.of(layer), published
+            )
+            residual = after_attention(
+                residual,
+                y,
+                weights,
+                config,
+                top_k=config.num_experts_per_tok,
+                is_image=rows.is_image,
+            )
+        layer = config.decoder_start
+        residual = self._inject(layer, residual, engram_rows, rows)
+        u = collapse(residual, self._weights.layers[layer].attn_norm, config)
+        self._compress(layer, u, entry_rows, cache)
+        return residual.rows(batch.decoder_rows)
+
+    def _inject(
+        self,
+        layer: int,
+        residual: Residual,
+        engram_rows: dict[int, torch.Tensor],
+        rows: SegmentRows,
+    ) -> Residual:
+        weights = self._weights.layers[layer].engram
+        if weights is None:
+            return residual
+        eps = self._config.rms_norm_eps
+        streams = inject(residual.streams, engram_rows[layer], weights, rows.is_image, eps)
+        return Residual(streams, residual.pre)
+
+    def _compress(self, layer: int, u: torch.Tensor, rows: CompressRows, cache: CacheView) -> None:
+        weights = self._weights.layers[layer].attention.compressor
+        if weights is not None:
+            eps = self._config.rms_norm_eps
+            compress(u, layer, weights, rows, cache, self._rope.of(layer), eps)

@@ -1,0 +1,98 @@
+"""Which compressed entries each row attends to: index scores, candidate blocks, top-k.
+
+Index sources select, the layers above reuse their selection. The candidate source also publishes
+blocks of candidates, and every later index source chooses among those. (Technical report, section
+on CSA2.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from engine.cache_view import CacheView
+from engine.config import ModelConfig
+from engine.network.rows import SegmentRows
+from engine.network.weights import IndexerWeights
+from plugins.indexer import index_scores
+from plugins.linear import linear
+from plugins.rope import apply_rope
+from plugins.topk_select import candidate_blocks, restrict_to_blocks, topk_select
+
+
+class Selection(NamedTuple):
+    """What an index source publishes for the layers above it, within one segment of one step."""
+
+    main_slots: torch.Tensor  # [T, K] slots of the selected entries, −1 padded
+    candidates: torch.Tensor | None  # [T, blocks] bool, None until the candidate source scored
+
+
+def select(
+    u: torch.Tensor,
+    q_latent: torch.Tensor,
+    layer: int,
+    weights: IndexerWeights,
+    config: ModelConfig,
+    rows: SegmentRows,
+    cache: CacheView,
+    inv_freq: torch.Tensor,
+    published: Selection | None,
+) -> Selection:
+    """The selection of index source `layer` for rows u [T, D], q_latent [T, q_lora_rank].
+
+    While the longest context of the step has no more entries than the selection may hold, all
+    visible ones are taken without scoring: every candidate block would be kept too, because a
+    valid configuration has enough of them.
+    """
+    ratio = config.ratio(layer)
+    num_entries = rows.max_context // ratio
+    num_visible = (rows.positions + 1) // ratio
+    candidates = published.candidates if published is not None else None
+    if num_entries <= config.index_topk:
+        entry = torch.arange(num_entries, device=u.device)
+        entries = torch.where(entry < num_visible.unsqueeze(-1), entry, -1)
+    else:
+        scores = _scores(u, q_latent, layer, weights, config, rows, cache, inv_freq)
+        if layer == config.candidate_source_layer_id:
+            candidates = candidate_blocks(
+                scores,
+                num_visible,
+                block_size=config.candidate_block_size,
+                num_blocks=config.candidate_topk_blocks,
+            )
+        elif candidates is not None:
+            scores = restrict_to_blocks(scores, candidates, block_size=config.candidate_block_size)
+        entries = topk_select(scores, config.index_topk)
+    return Selection(cache.entry_slots(ratio, rows.request.unsqueeze(-1), entries), candidates)
+
+
+def _scores(
+    u: torch.Tensor,
+    q_latent: torch.Tensor,
+    layer: int,
+    weights: IndexerWeights,
+    config: ModelConfig,
+    rows: SegmentRows,
+    cache: CacheView,
+    inv_freq: torch.Tensor,
+) -> torch.Tensor:
+    """Index scores [T, entries], −inf where the row does not see the entry."""
+    heads, width = config.index_n_heads, config.index_head_dim
+    ratio, source = config.ratio(layer), config.kv_source(layer)
+    assert source is not None, "an index source has a KV source"
+    queries = torch.unflatten(linear(q_latent, weights.wq_b), -1, (heads, width))
+    queries = apply_rope(queries, rows.positions, inv_freq)
+    if cache.index_layout is not None:
+        queries = cache.index_layout.round(queries)
+    head_weights = linear(u, weights.weights_proj) * (width**-0.5 * heads**-0.5)
+    entry = torch.arange(rows.max_context // ratio, device=u.device)
+    request = torch.arange(rows.num_requests, device=u.device)
+    return index_scores(
+        queries,
+        head_weights,
+        cache.index(source),
+        cache.entry_slots(ratio, request.unsqueeze(-1), entry),
+        rows.request,
+        (rows.positions + 1) // ratio,
+    )
