@@ -9,7 +9,7 @@ from engine.config import ConfigError, ModelConfig
 
 _MAY_BE_ZERO = frozenset(
     {"candidate_source_layer_id", "engram_pad_token_id", "dspark_noise_token_id", "bos_token_id",
-     "eos_token_id", "pad_token_id", "image_token_id", "hc_eps"}
+     "eos_token_id", "pad_token_id", "image_token_id", "hc_eps", "num_nextn_predict_layers"}
 )  # fmt: skip
 
 
@@ -140,11 +140,19 @@ def _validate_selection(config: ModelConfig) -> None:
 
 def _validate_engram_and_draft(config: ModelConfig) -> None:
     _ascending("engram_layer_ids", config.engram_layer_ids, config.num_hidden_layers)
+    if any(layer > config.decoder_start for layer in config.engram_layer_ids):
+        raise ConfigError(
+            f"engram_layer_ids: expected layers up to {config.decoder_start}, the first decoder "
+            f"layer (prefill does not run later ones on every row), "
+            f"got {list(config.engram_layer_ids)}"
+        )
     if len(config.engram_num_embeddings) != len(config.engram_layer_ids):
         raise ConfigError(
             f"engram_num_embeddings: expected one table size for each of "
             f"{len(config.engram_layer_ids)} Engram layers, got {len(config.engram_num_embeddings)}"
         )
+    if config.num_nextn_predict_layers == 0:
+        return
     targets = config.dspark_target_layer_ids
     _ascending("dspark_target_layer_ids", targets, config.num_hidden_layers)
     if not targets or targets[0] < config.decoder_start:

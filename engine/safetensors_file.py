@@ -63,6 +63,21 @@ class TensorInfo:
         return f"{self.dtype} {list(self.shape)}"
 
 
+def map_file(path: Path) -> mmap.mmap:
+    """The file's bytes; pages are read on first use and shared by all processes that map it.
+
+    Private and writable because torch wants a writable buffer; not reserved because a table may be
+    larger than the machine's memory.
+    """
+    with path.open("rb") as file:
+        return mmap.mmap(
+            file.fileno(),
+            0,
+            flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+
+
 class SafetensorsFile:
     """A checked header and, from the first read on, a private mapping of the file.
 
@@ -99,15 +114,7 @@ class SafetensorsFile:
 
     def _mapping(self) -> mmap.mmap:
         if self._map is None:
-            with self.path.open("rb") as file:
-                # Private and writable because torch wants a writable buffer; not reserved because
-                # a table may be larger than the machine's memory. Clean pages are shared.
-                self._map = mmap.mmap(
-                    file.fileno(),
-                    0,
-                    flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                )
+            self._map = map_file(self.path)
         return self._map
 
     def _check_entries(self, header: Mapping[str, object], data_bytes: int) -> None:

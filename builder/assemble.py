@@ -1,0 +1,144 @@
+"""From a checked checkpoint to an engine directory, complete or not there at all."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from builder.checkpoint import Checkpoint
+from builder.layout import Shard, WeightSpec
+from builder.pack import check_world_size, rank_tensors, write_rank
+from builder.progress import Progress
+from builder.token_class import Int32Array
+from engine.config import ConfigError, ModelConfig
+from engine.directory import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    PARTIAL_SUFFIX,
+    TOKEN_CLASS_NAME,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+    BuildConfig,
+    Engine,
+    EngramTableFile,
+)
+from engine.manifest import Manifest
+from engine.tensor_source import TensorSource
+from plugins.formats.records import engram_record
+
+_CHUNK_ROWS = 1 << 18
+_STORAGE_TITLES = {"fp8": "linears", "fp4": "experts", "fp8_rows": "engram_rows"}
+_DTYPE_TITLES = {"F8_E4M3": "fp8", "I8": "fp4"}
+
+
+def build_engine(
+    checkpoint: Checkpoint,
+    output: Path,
+    build: BuildConfig,
+    token_class: Int32Array,
+    *,
+    options: Mapping[str, Any],
+    progress: Progress,
+) -> Engine:
+    """Write the engine under a temporary name, rename it when complete, and open it.
+
+    `options` go into the manifest. Raises ConfigError before anything is written when the limits,
+    the rank count or the output directory do not fit.
+    """
+    config, source = checkpoint.config, checkpoint.source
+    build.check(config)
+    check_world_size(config, build.tp_size)
+    check_output(output)
+    partial = output.with_name(output.name + PARTIAL_SUFFIX)
+    if partial.exists():
+        shutil.rmtree(partial)  # what an interrupted build left
+    partial.mkdir(parents=True)
+    tables = _write_tables(checkpoint.weights, config, source, partial, progress)
+    for rank in range(build.tp_size):
+        tensors = list(rank_tensors(checkpoint.weights, config, source, rank, build.tp_size))
+        progress.start(f"rank {rank}", sum(tensor.info.num_bytes for tensor in tensors))
+        write_rank(partial / f"rank{rank}.safetensors", tensors, source, progress)
+        progress.finish()
+    np.save(partial / TOKEN_CLASS_NAME, token_class)
+    for name in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
+        if (checkpoint.directory / name).is_file():
+            shutil.copyfile(checkpoint.directory / name, partial / name)
+    quantization = _quantization(checkpoint.weights, source)
+    built = {"versions": _versions(), "options": dict(options)}
+    engine = Engine(partial, config, build, quantization, tables, built)
+    (partial / CONFIG_NAME).write_text(engine.config_json())
+    progress.start("hashing", sum(path.stat().st_size for path in partial.iterdir()))
+    Manifest.write(partial, built, progress.advance)
+    progress.finish()
+    os.rename(partial, output)
+    return Engine.open(output)
+
+
+def check_output(output: Path) -> None:
+    """Raise ConfigError unless `output` is free: absent, or an empty directory."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(
+            f"output_dir: {output} already exists and is not empty; remove it or choose another"
+        )
+
+
+def _write_tables(
+    weights: tuple[WeightSpec, ...],
+    config: ModelConfig,
+    source: TensorSource,
+    directory: Path,
+    progress: Progress,
+) -> tuple[EngramTableFile, ...]:
+    specs = [weight for weight in weights if weight.shard is Shard.TABLE]
+    tables = []
+    for layer, weight in zip(config.engram_layer_ids, specs, strict=True):
+        stored = source.describe(weight.name)
+        packed = stored.dtype == "F8_E4M3"
+        rows, width = weight.shape
+        record = engram_record(width)
+        table = EngramTableFile(
+            layer,
+            f"engram.{layer}.bin",
+            "U8" if packed else stored.dtype,
+            rows,
+            record.bytes_per_row if packed else width,
+        )
+        progress.start(f"Engram table of layer {layer}", table.info.num_bytes)
+        values = source.read(weight.name)
+        scales = source.read(str(weight.scale_name)) if packed else None
+        with (directory / table.file).open("wb") as file:
+            for start in range(0, rows, _CHUNK_ROWS):
+                chunk = values[start : start + _CHUNK_ROWS].view(torch.uint8)
+                if scales is not None:
+                    chunk = torch.cat([chunk, scales[start : start + _CHUNK_ROWS]], dim=1)
+                file.write(chunk.contiguous().numpy().data)
+                progress.advance(chunk.nbytes)
+        progress.finish()
+        tables.append(table)
+    return tuple(tables)
+
+
+def _quantization(weights: tuple[WeightSpec, ...], source: TensorSource) -> dict[str, str]:
+    found: dict[str, set[str]] = {title: set() for title in _STORAGE_TITLES.values()}
+    for weight in weights:
+        title = _STORAGE_TITLES.get(weight.storage)
+        if title is not None:
+            dtype = source.describe(weight.name).dtype
+            found[title].add(_DTYPE_TITLES.get(dtype, dtype.lower()))
+    return {title: " and ".join(sorted(dtypes)) or "none" for title, dtypes in found.items()}
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("dsv41-triton")
+    except PackageNotFoundError:
+        own = "from source"
+    return {"dsv41-triton": own, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,0 +1,112 @@
+"""A checkpoint directory, checked whole before anything long is done with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from builder.layout import WeightSpec, all_weights
+from builder.presets import table_rows
+from builder.token_class import Int32Array, computed_token_class, read_token_class
+from engine.config import ConfigError, ModelConfig
+from engine.tensor_source import FLOAT_DTYPES, CheckpointError, SafetensorsSource, TensorSource
+
+# Tensors of the released files that belong to the vision tower.
+_VISION_PREFIXES = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Configuration and weights. `warnings` are for the user: ignored keys and tensors."""
+
+    directory: Path
+    config: ModelConfig
+    source: SafetensorsSource
+    weights: tuple[WeightSpec, ...]
+    warnings: tuple[str, ...]
+
+    @staticmethod
+    def open(directory: Path) -> Checkpoint:
+        """Read config.json and all headers; check every tensor's presence, dtype and shape.
+
+        Raises ConfigError or CheckpointError with one sentence.
+        """
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"expected a checkpoint directory at {directory}, found none; check the path"
+            )
+        config, warnings = ModelConfig.from_file(directory / "config.json")
+        expected_rows = table_rows(config)
+        if config.engram_num_embeddings != expected_rows:
+            raise ConfigError(
+                f"engram_num_embeddings: expected {list(expected_rows)}, the sums of the primes "
+                f"from engram_vocab_size = {config.engram_vocab_size} on, got "
+                f"{list(config.engram_num_embeddings)}"
+            )
+        source = SafetensorsSource(directory)
+        present: list[WeightSpec] = []
+        known: set[str] = set()
+        for weight in all_weights(config):
+            names = check_weight(weight, source)
+            known.update(names)
+            if names:
+                present.append(weight)
+        unknown = [name for name in source.names() if name not in known]
+        strange = [name for name in unknown if not name.startswith(_VISION_PREFIXES)]
+        if len(strange) < len(unknown):
+            warnings.append("the vision tower is ignored: only the text model is read")
+        if strange:
+            warnings.append(
+                f"{len(strange)} tensors are ignored: not part of this model, such as {strange[0]}"
+            )
+        return Checkpoint(directory, config, source, tuple(present), tuple(warnings))
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        path = self.directory / "tokenizer.json"
+        return path if path.is_file() else None
+
+    def token_class(self, given: Path | None) -> tuple[Int32Array, str]:
+        """Engram classes int32 [vocab_size] and where they come from.
+
+        In this order: the file that the user gave, the checkpoint's token_class.npy, its
+        tokenizer. Raises ConfigError when there is none of them or it does not fit the model.
+        """
+        stored = self.directory / "token_class.npy"
+        if given is not None:
+            return read_token_class(self.config, given), given.name
+        if stored.is_file():
+            return read_token_class(self.config, stored), stored.name
+        if self.tokenizer_file is not None:
+            return computed_token_class(self.config, self.tokenizer_file), "tokenizer.json"
+        raise ConfigError(
+            f"expected token_class.npy or tokenizer.json in {self.directory}, found neither; "
+            "give the Engram classes with --token-class"
+        )
+
+
+def check_weight(weight: WeightSpec, source: TensorSource) -> tuple[str, ...]:
+    """The names of a weight's stored tensors, () where an optional weight is not there.
+
+    Quantised weights must have the released layout; others may be stored in any float dtype.
+    Raises CheckpointError naming the tensor.
+    """
+    if weight.name not in source and weight.name.endswith(".bias_vl"):
+        return ()  # only image spans use it
+    stored = source.describe(weight.name)
+    expected = weight.released()
+    if stored.dtype not in FLOAT_DTYPES and weight.scale_name is not None:
+        for name, info in expected.items():
+            if source.describe(name) != info:
+                raise CheckpointError(
+                    f"{name}: expected {info}, got {source.describe(name)}; "
+                    "the checkpoint does not belong to this configuration"
+                )
+        return tuple(expected)
+    if stored.dtype not in FLOAT_DTYPES or stored.shape != weight.shape:
+        quantized = f"{expected[weight.name]} or " if weight.scale_name else ""
+        raise CheckpointError(
+            f"{weight.name}: expected {quantized}{'/'.join(FLOAT_DTYPES)} {list(weight.shape)}, "
+            f"got {stored}; the checkpoint does not belong to this configuration"
+        )
+    return (weight.name,)

@@ -1,0 +1,222 @@
+"""The engine directory: what `dsv41-build engine` writes and an executor opens.
+
+    config.json               format version, model, build and quantisation, Engram table files
+    rankN.safetensors         weights of rank N; names, dtypes and scales as in the checkpoint
+    engram.L.bin              rows of layer L's table from byte 0 on, no header, shared by all ranks
+    token_class.npy           int32 [vocab_size], Engram class of each token id
+    tokenizer.json, tokenizer_config.json, generation_config.json      where there are any
+    manifest.json             sizes and hashes of all of these, written last
+
+Built under `<name>.partial` and renamed when complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.config import ConfigError, ModelConfig
+from engine.manifest import FORMAT_VERSION, Advance, EngineError, Manifest
+from engine.safetensors_file import STORED_AS, TensorInfo, map_file
+from engine.tensor_source import CheckpointError, SafetensorsSource, TensorSource
+
+if TYPE_CHECKING:
+    from engine.network.weights import NetworkWeights
+
+__all__ = ["PARTIAL_SUFFIX", "BuildConfig", "Engine", "EngineError", "EngramTableFile"]
+
+PARTIAL_SUFFIX = ".partial"
+CONFIG_NAME = "config.json"
+TOKEN_CLASS_NAME = "token_class.npy"
+TOKENIZER_NAME = "tokenizer.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """The limits that an engine was built for. Named as trtllm-build names its options."""
+
+    max_batch_size: int  # requests in one step
+    max_num_tokens: int  # rows in one step
+    max_seq_len: int  # prompt and output of one request
+    tp_size: int = 1  # ranks
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise ConfigError when these limits do not fit the model."""
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ConfigError(f"{name}: expected a positive number, got {value}")
+        if self.max_num_tokens < 2 * config.sliding_window:
+            raise ConfigError(
+                f"max_num_tokens: expected at least two windows, {2 * config.sliding_window}, so "
+                f"that a replayed window and new tokens fit one step, got {self.max_num_tokens}"
+            )
+        if self.max_seq_len > config.max_position_embeddings:
+            raise ConfigError(
+                f"max_seq_len: expected at most max_position_embeddings = "
+                f"{config.max_position_embeddings}, got {self.max_seq_len}"
+            )
+
+
+@dataclass(frozen=True)
+class EngramTableFile:
+    """One mapped table. dtype "U8" means packed records, a float dtype plain rows."""
+
+    layer: int
+    file: str
+    dtype: str
+    rows: int
+    row_width: int  # elements of `dtype`: a record's bytes, or the row's values
+
+    @property
+    def tensor_name(self) -> str:
+        """The name under which `Engine.source` offers the rows."""
+        return f"layers.{self.layer}.engram.embed.{'rows' if self.dtype == 'U8' else 'weight'}"
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.dtype, (self.rows, self.row_width))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An opened engine. Weights are mapped, not read, until `load_weights`."""
+
+    path: Path
+    config: ModelConfig
+    build: BuildConfig
+    quantization: Mapping[str, str]
+    tables: tuple[EngramTableFile, ...]
+    built: Mapping[str, Any]  # versions and options, for humans
+
+    @staticmethod
+    def open(path: Path, *, verify: bool = False, advance: Advance = lambda _: None) -> Engine:
+        """Check the files against the manifest and read the configuration.
+
+        Sizes of all files and hashes of small ones are always checked, all hashes with `verify`;
+        `advance` gets bytes hashed. Raises EngineError naming what is unfinished, altered or of
+        another format version.
+        """
+        if not path.is_dir():
+            raise EngineError(
+                f"expected an engine directory at {path}, found none; "
+                "build one with dsv41-build engine"
+            )
+        if path.name.endswith(PARTIAL_SUFFIX):
+            raise EngineError(
+                f"{path} is an engine that was never finished; build it again with "
+                "dsv41-build engine"
+            )
+        manifest = Manifest.read(path)
+        manifest.check(path, verify=verify, advance=advance)
+        for name in (CONFIG_NAME, TOKEN_CLASS_NAME):
+            if name not in manifest.files:
+                raise EngineError(f"{path} is not an engine: its manifest does not list {name}")
+        raw = json.loads((path / CONFIG_NAME).read_text())
+        config, _ = ModelConfig.from_dict(raw["model"])
+        return Engine(
+            path=path,
+            config=config,
+            build=BuildConfig(**raw["build"]),
+            quantization=raw["quantization"],
+            tables=tuple(EngramTableFile(**entry) for entry in raw["engram_tables"]),
+            built=manifest.built,
+        )
+
+    def config_json(self) -> str:
+        """The text of config.json."""
+        return json.dumps(
+            {
+                "format_version": FORMAT_VERSION,
+                "model": self.config.to_dict(),
+                "build": asdict(self.build),
+                "quantization": dict(self.quantization),
+                "engram_tables": [asdict(table) for table in self.tables],
+            },
+            indent=1,
+        )
+
+    @cached_property
+    def token_class(self) -> npt.NDArray[np.int32]:
+        """int32 [vocab_size], the Engram class of each token id."""
+        classes: npt.NDArray[np.int32] = np.load(self.path / TOKEN_CLASS_NAME, allow_pickle=False)
+        return classes
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """tokenizer.json, None for an engine without text."""
+        path = self.path / TOKENIZER_NAME
+        return path if path.is_file() else None
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The checkpoint's generation defaults, {} where it has none."""
+        path = self.path / GENERATION_CONFIG_NAME
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+    def source(self, rank: int = 0) -> TensorSource:
+        """The tensors of one rank, and the tables. Raises EngineError for a rank that is not."""
+        if not 0 <= rank < self.build.tp_size:
+            raise EngineError(
+                f"rank: expected 0 … {self.build.tp_size - 1}, the ranks of {self.path}, got {rank}"
+            )
+        return _EngineSource(self.path, rank, self.tables)
+
+    def load_weights(
+        self, dtype: torch.dtype, *, rank: int = 0, activation_quant: bool = True
+    ) -> NetworkWeights:
+        """The network's weights in `dtype`. Raises EngineError for an engine of several ranks."""
+        from engine.network.load import load_weights
+
+        if self.build.tp_size != 1:
+            raise EngineError(
+                f"{self.path} is built for {self.build.tp_size} ranks, and this software runs one; "
+                "build it with --tp_size 1"
+            )
+        return load_weights(
+            self.config,
+            self.source(rank),
+            self.token_class,
+            dtype,
+            activation_quant=activation_quant,
+        )
+
+
+class _EngineSource:
+    """A rank's tensors plus the mapped tables."""
+
+    def __init__(self, path: Path, rank: int, tables: tuple[EngramTableFile, ...]) -> None:
+        self._path = path
+        self._rank = SafetensorsSource(path / f"rank{rank}.safetensors")
+        self._tables = {table.tensor_name: table for table in tables}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rank or name in self._tables
+
+    def names(self) -> Iterable[str]:
+        return [*self._rank.names(), *self._tables]
+
+    def describe(self, name: str) -> TensorInfo:
+        table = self._tables.get(name)
+        return self._rank.describe(name) if table is None else table.info
+
+    def read(self, name: str) -> torch.Tensor:
+        table = self._tables.get(name)
+        if table is None:
+            return self._rank.read(name)
+        path, info = self._path / table.file, table.info
+        if path.stat().st_size != info.num_bytes:
+            raise CheckpointError(
+                f"{path}: expected {info.num_bytes} bytes for {info}, got {path.stat().st_size}; "
+                "build the engine again"
+            )
+        return torch.frombuffer(map_file(path), dtype=STORED_AS[info.dtype]).view(info.shape)
