@@ -1,0 +1,1 @@
+"""Between text and token ids: the tokenizer file of an engine, and incremental detokenisation."""
