@@ -72,7 +72,8 @@ class Fp8RowScale:
     @torch.no_grad()
     def pack(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scale = self._format().pack(values)
-        return codes, decode_e8m0(scale, torch.float32).view(torch.uint8)
+        factor = decode_e8m0(scale, torch.float32).clone(memory_format=torch.contiguous_format)
+        return codes, factor.view(torch.uint8)
 
     def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         wide = work_dtype(dtype)

@@ -66,7 +66,7 @@ def round_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """uint8 E4M3 codes of round_e4m3(values); NaN becomes the code 0x7F."""
+    """uint8 E4M3 codes of round_e4m3(values); a NaN becomes a NaN code."""
     exact = round_e4m3(values).to(torch.float32)
     return exact.to(torch.float8_e4m3fn).view(torch.uint8)
 
