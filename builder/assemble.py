@@ -35,8 +35,6 @@ from engine.tensor_source import TensorSource
 from plugins.formats.records import engram_record
 
 _CHUNK_ROWS = 1 << 18
-_STORAGE_TITLES = {"fp8": "linears", "fp4": "experts", "fp8_rows": "engram_rows"}
-_DTYPE_TITLES = {"F8_E4M3": "fp8", "I8": "fp4"}
 
 
 def build_engine(
@@ -71,9 +69,8 @@ def build_engine(
     for name in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
         if (checkpoint.directory / name).is_file():
             shutil.copyfile(checkpoint.directory / name, partial / name)
-    quantization = _quantization(checkpoint.weights, source)
     built = {"versions": _versions(), "options": dict(options)}
-    engine = Engine(partial, config, build, quantization, tables, built)
+    engine = Engine(partial, config, build, checkpoint.quantization, tables, built)
     (partial / CONFIG_NAME).write_text(engine.config_json())
     progress.start("hashing", sum(path.stat().st_size for path in partial.iterdir()))
     Manifest.write(partial, built, progress.advance)
@@ -124,16 +121,6 @@ def _write_tables(
         progress.finish()
         tables.append(table)
     return tuple(tables)
-
-
-def _quantization(weights: tuple[WeightSpec, ...], source: TensorSource) -> dict[str, str]:
-    found: dict[str, set[str]] = {title: set() for title in _STORAGE_TITLES.values()}
-    for weight in weights:
-        title = _STORAGE_TITLES.get(weight.storage)
-        if title is not None:
-            dtype = source.describe(weight.name).dtype
-            found[title].add(_DTYPE_TITLES.get(dtype, dtype.lower()))
-    return {title: " and ".join(sorted(dtypes)) or "none" for title, dtypes in found.items()}
 
 
 def _versions() -> dict[str, str]:

@@ -13,6 +13,8 @@ from engine.tensor_source import FLOAT_DTYPES, CheckpointError, SafetensorsSourc
 
 # Tensors of the released files that belong to the vision tower.
 _VISION_PREFIXES = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
+_STORAGE_TITLES = {"fp8": "linears", "fp4": "experts", "fp8_rows": "engram_rows"}
+_DTYPE_TITLES = {"F8_E4M3": "fp8", "I8": "fp4"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,17 @@ class Checkpoint:
                 f"{len(strange)} tensors are ignored: not part of this model, such as {strange[0]}"
             )
         return Checkpoint(directory, config, source, tuple(present), tuple(warnings))
+
+    @property
+    def quantization(self) -> dict[str, str]:
+        """How linears, experts and engram_rows are stored: fp8, fp4 or a float dtype."""
+        found: dict[str, set[str]] = {title: set() for title in _STORAGE_TITLES.values()}
+        for weight in self.weights:
+            title = _STORAGE_TITLES.get(weight.storage)
+            if title is not None:
+                dtype = self.source.describe(weight.name).dtype
+                found[title].add(_DTYPE_TITLES.get(dtype, dtype.lower()))
+        return {title: " and ".join(sorted(dtypes)) or "none" for title, dtypes in found.items()}
 
     @property
     def tokenizer_file(self) -> Path | None:

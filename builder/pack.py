@@ -93,15 +93,16 @@ def write_rank(
             progress.advance(tensor.info.num_bytes)
 
 
-def rank_bytes(config: ModelConfig, weights: Iterable[WeightSpec], world_size: int) -> int:
-    """Bytes of the largest rank's weights in the released layout, tables left out."""
+def rank_bytes(
+    config: ModelConfig, sizes: Iterable[tuple[WeightSpec, int]], world_size: int
+) -> int:
+    """Bytes on the largest rank, given each weight's stored bytes; tables are left out."""
     total = 0
-    for weight in weights:
+    for weight, num_bytes in sizes:
         if weight.shard is Shard.TABLE or not _owns_expert(weight, config, 0, world_size):
             continue
         divided = weight.shard in (Shard.COLUMNS, Shard.ROWS)
-        size = sum(info.num_bytes for info in weight.released().values())
-        total += size // world_size if divided else size
+        total += num_bytes // world_size if divided else num_bytes
     return total
 
 

@@ -11,16 +11,30 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from builder.assemble import check_output
+from builder.byte_tokenizer import byte_tokenizer, tokenizer_config
 from builder.layout import FileSpec, Init, WeightSpec, checkpoint_files
 from builder.progress import Progress
+from builder.token_class import proportional_token_class
 from engine.config import ModelConfig
+from engine.directory import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    PARTIAL_SUFFIX,
+    TOKEN_CLASS_NAME,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+)
 from engine.safetensors_file import SafetensorsWriter, TensorInfo
 from engine.tensor_source import INDEX_NAME
 from plugins.formats.released import (
@@ -42,10 +56,42 @@ class _Distribution:
     std: float
 
 
-def write_random_checkpoint(
-    config: ModelConfig, directory: Path, *, seed: int, format: CheckpointFormat, progress: Progress
+def init_checkpoint(
+    config: ModelConfig,
+    output: Path,
+    *,
+    seed: int,
+    format: CheckpointFormat,
+    tokenizer_file: Path | None,
+    progress: Progress,
 ) -> None:
-    """Write shards, index and config.json into the existing, empty `directory`."""
+    """Write a whole checkpoint: weights, configuration, tokenizer, Engram classes.
+
+    Written under a temporary name and renamed when complete. Without `tokenizer_file` the
+    tokenizer is byte-level. Raises ConfigError when the output directory is not free or the
+    vocabulary is too small.
+    """
+    check_output(output)
+    tokenizer = byte_tokenizer(config) if tokenizer_file is None else None
+    partial = output.with_name(output.name + PARTIAL_SUFFIX)
+    if partial.exists():
+        shutil.rmtree(partial)  # what an interrupted run left
+    partial.mkdir(parents=True)
+    _write_weights(config, partial, seed, format, progress)
+    if tokenizer is not None:
+        tokenizer.save(str(partial / TOKENIZER_NAME))
+        _write_json(partial / TOKENIZER_CONFIG_NAME, tokenizer_config(config))
+    elif tokenizer_file is not None:
+        shutil.copyfile(tokenizer_file, partial / TOKENIZER_NAME)
+    np.save(partial / TOKEN_CLASS_NAME, proportional_token_class(config))
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    _write_json(partial / GENERATION_CONFIG_NAME, {name: getattr(config, name) for name in special})
+    os.rename(partial, output)
+
+
+def _write_weights(
+    config: ModelConfig, directory: Path, seed: int, format: CheckpointFormat, progress: Progress
+) -> None:
     files = list(checkpoint_files(config))
     total = sum(info.num_bytes for file in files for info in _stored(file, format).values())
     progress.start("writing weights", total)
@@ -59,10 +105,8 @@ def write_random_checkpoint(
                 _write_weight(writer, weight, seed, format, progress)
     progress.finish()
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_NAME).write_text(json.dumps(index, indent=1))
-    quantized = format == "released"
-    text = json.dumps(released_config(config, quantized=quantized), indent=1)
-    (directory / "config.json").write_text(text)
+    _write_json(directory / INDEX_NAME, index)
+    _write_json(directory / CONFIG_NAME, released_config(config, quantized=format == "released"))
 
 
 def released_config(config: ModelConfig, *, quantized: bool) -> dict[str, Any]:
@@ -103,6 +147,10 @@ def released_config(config: ModelConfig, *, quantized: bool) -> dict[str, Any]:
             "expert_dtype": "fp4",
         }
     return result
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1))
 
 
 def _stored(file: FileSpec, format: CheckpointFormat) -> dict[str, TensorInfo]:

@@ -1,0 +1,95 @@
+"""`dsv41-build forward`: raw tokens through the reference network, results in a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+
+from builder.checkpoint import Checkpoint
+from engine.config import ConfigError, ModelConfig
+from engine.directory import PARTIAL_SUFFIX, Engine
+from engine.network import Network, load_weights
+from engine.network.run import ForwardMode, run_forward
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def run_forward_command(args: argparse.Namespace) -> None:
+    """Run the command; its options are those of builder/cli.py.
+
+    Raises ConfigError for tokens, a hit or a path that cannot be used, before weights are read
+    where that can be told.
+    """
+    out: Path = args.out
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(f"out: expected a file in an existing directory, got {out}")
+    tokens = _read_tokens(args.tokens)
+    network = _load_network(args, tokens)
+    try:
+        results = run_forward(
+            network,
+            tokens,
+            ForwardMode(args.mode),
+            hit=args.hit,
+            replay_length=args.replay_length,
+            quantize_cache=not args.no_cache_quant,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    partial = out.with_name(out.name + PARTIAL_SUFFIX)
+    save_file({name: tensor.contiguous() for name, tensor in results.items()}, partial)
+    os.replace(partial, out)
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in results.items())
+    print(f"{out}: {shapes}")
+
+
+def _load_network(args: argparse.Namespace, tokens: npt.NDArray[np.integer[Any]]) -> Network:
+    dtype, activation_quant = DTYPES[args.dtype], not args.no_activation_quant
+    if args.engine is not None:
+        if args.token_class is not None:
+            raise ConfigError("token_class: an engine has its own classes; leave the option out")
+        engine = Engine.open(args.engine)
+        _check_tokens(args.tokens, tokens, engine.config)
+        return Network(engine.config, engine.load_weights(dtype, activation_quant=activation_quant))
+    checkpoint = Checkpoint.open(args.checkpoint_dir)
+    config = checkpoint.config
+    _check_tokens(args.tokens, tokens, config)
+    classes, _ = checkpoint.token_class(args.token_class)
+    weights = load_weights(
+        config, checkpoint.source, classes, dtype, activation_quant=activation_quant
+    )
+    return Network(config, weights)
+
+
+def _read_tokens(path: Path) -> npt.NDArray[np.integer[Any]]:
+    try:
+        tokens = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise ConfigError(f"tokens: expected a .npy file at {path}, found none") from None
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"tokens: {path} is not a .npy array: {error}") from None
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"tokens: expected one dimension of integers in {path}, got "
+            f"{getattr(tokens, 'dtype', 'an archive')} {list(getattr(tokens, 'shape', []))}"
+        )
+    if tokens.size == 0:
+        raise ConfigError(f"tokens: expected at least one token id in {path}, got none")
+    return tokens
+
+
+def _check_tokens(path: Path, tokens: npt.NDArray[np.integer[Any]], config: ModelConfig) -> None:
+    outside = np.flatnonzero((tokens < 0) | (tokens >= config.vocab_size))
+    if outside.size:
+        first = int(outside[0])
+        raise ConfigError(
+            f"tokens: expected ids 0 … {config.vocab_size - 1} in {path}, got {tokens[first]} "
+            f"at position {first}"
+        )
