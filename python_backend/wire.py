@@ -1,0 +1,251 @@
+"""What travels on the wire: names, types and shapes of the model's tensors, read and judged here.
+
+Knows nothing of the Triton server's Python module: inputs are numpy arrays by name, so that every
+rule runs in plain tests. config.pbtxt repeats the two tables below, and a test compares them. The
+names are those of TensorRT-LLM's Triton models. Shapes are [1, n]: one request, n elements.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from python_backend.request import RequestError, SamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+Array = npt.NDArray[Any]
+
+INVALID_ARGUMENT = "invalid_argument"
+DEFAULT_MAX_TOKENS = 16
+NO_END_ID = -1
+
+
+class Tensor(NamedTuple):
+    """`kind` is the server's type name without TYPE_; `size` counts elements, −1 is any number.
+
+    An input with `neutral` values is accepted for the sake of existing clients, with these values
+    only: it would change the answer and this version cannot do it.
+    """
+
+    name: str
+    kind: str
+    size: int = 1
+    neutral: tuple[Any, ...] = ()
+
+
+INPUTS = (
+    Tensor("text_input", "STRING"),
+    Tensor("input_ids", "INT32", -1),
+    Tensor("max_tokens", "INT32"),
+    Tensor("stream", "BOOL"),
+    Tensor("temperature", "FP32"),
+    Tensor("top_k", "INT32"),
+    Tensor("top_p", "FP32"),
+    Tensor("seed", "UINT64"),
+    Tensor("random_seed", "UINT64"),
+    Tensor("end_id", "INT32"),
+    Tensor("pad_id", "INT32"),
+    Tensor("return_num_input_tokens", "BOOL"),
+    Tensor("return_num_output_tokens", "BOOL"),
+    Tensor("exclude_input_in_output", "BOOL", neutral=(True,)),
+    Tensor("beam_width", "INT32", neutral=(1,)),
+    Tensor("num_return_sequences", "INT32", neutral=(1,)),
+    Tensor("length_penalty", "FP32", neutral=(1.0,)),
+    Tensor("repetition_penalty", "FP32", neutral=(1.0,)),
+    Tensor("presence_penalty", "FP32", neutral=(0.0,)),
+    Tensor("frequency_penalty", "FP32", neutral=(0.0,)),
+    Tensor("min_tokens", "INT32", neutral=(0, 1)),  # one token is always made
+    Tensor("min_length", "INT32", neutral=(0, 1)),
+    Tensor("stop_words", "STRING", -1, neutral=("",)),
+    Tensor("bad_words", "STRING", -1, neutral=("",)),
+    Tensor("guided_decoding_guide_type", "STRING", neutral=("",)),
+    Tensor("guided_decoding_guide", "STRING", neutral=("",)),
+    Tensor("return_log_probs", "BOOL", neutral=(False,)),
+    Tensor("return_context_logits", "BOOL", neutral=(False,)),
+    Tensor("return_generation_logits", "BOOL", neutral=(False,)),
+    Tensor("return_perf_metrics", "BOOL", neutral=(False,)),
+)
+OUTPUTS = (
+    Tensor("text_output", "STRING"),
+    Tensor("output_ids", "INT32", -1),
+    Tensor("finish_reason", "STRING"),
+    Tensor("num_input_tokens", "INT32"),
+    Tensor("num_output_tokens", "INT32"),
+    Tensor("cached_tokens", "INT32"),
+)
+_NUMPY: dict[str, type[np.generic]] = {
+    "STRING": np.object_,
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+    "BOOL": np.bool_,
+}
+_BY_NAME = {tensor.name: tensor for tensor in INPUTS}
+# The server hands JSON fields that are no inputs on as parameters; its own `id` is among them.
+_KNOWN_PARAMETERS = frozenset({"id"})
+
+
+@dataclass(frozen=True)
+class WireRequest:
+    """One request as it was sent: exactly one of `text` and `input_ids` is given.
+
+    `end_ids` None means the model's own end tokens; an empty set means that no token ends it.
+    """
+
+    text: str | None
+    input_ids: Int32Array | None
+    max_tokens: int
+    stream: bool
+    sampling: SamplingParams
+    end_ids: frozenset[int] | None
+    return_num_input_tokens: bool
+    return_num_output_tokens: bool
+
+
+def read_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> WireRequest:
+    """Judge the tensors of one call. Raises RequestError `invalid_argument` with one sentence."""
+    for name in parameters:
+        if name not in _KNOWN_PARAMETERS:
+            raise _unknown(name)
+    values = {name: _elements(name, array) for name, array in inputs.items()}
+    for name, value in values.items():
+        _check_neutral(_BY_NAME[name], value)
+    given = [name for name in ("text_input", "input_ids") if name in values]
+    if len(given) != 1:
+        raise _invalid(
+            "expected exactly one of text_input and input_ids, got "
+            f"{'both' if given else 'neither'}; send the prompt once"
+        )
+
+    def scalar(name: str, default: Any) -> Any:
+        return values[name].item() if name in values else default
+
+    text = _text("text_input", values["text_input"].item()) if "text_input" in values else None
+    if text == "" or ("input_ids" in values and values["input_ids"].size == 0):
+        raise _invalid("expected a prompt of at least one token, got an empty one")
+    return WireRequest(
+        text=text,
+        # The server's buffer is gone when its call returns, so the ids are copied, as one block.
+        input_ids=values["input_ids"].copy() if "input_ids" in values else None,
+        max_tokens=_at_least(1, "max_tokens", scalar("max_tokens", DEFAULT_MAX_TOKENS)),
+        stream=bool(scalar("stream", False)),
+        sampling=_sampling(scalar),
+        end_ids=_end_ids(scalar("end_id", None)),
+        return_num_input_tokens=bool(scalar("return_num_input_tokens", True)),
+        return_num_output_tokens=bool(scalar("return_num_output_tokens", True)),
+    )
+
+
+def check_prompt(
+    input_ids: Int32Array, max_tokens: int, *, vocab_size: int, max_seq_len: int
+) -> None:
+    """Raises RequestError for ids outside the vocabulary or more tokens than a request may have."""
+    if len(input_ids) + max_tokens > max_seq_len:
+        raise _invalid(
+            f"expected prompt and max_tokens of at most {max_seq_len} tokens together, got "
+            f"{len(input_ids)} + {max_tokens}; shorten the prompt or lower max_tokens"
+        )
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise _invalid(
+            f"expected token ids from 0 to {vocab_size - 1} in input_ids, got "
+            f"{low if low < 0 else high}; use the tokenizer of this model"
+        )
+
+
+def _elements(name: str, array: Array) -> Array:
+    """The elements of one request's tensor, [n]; a view of the buffer that arrived."""
+    spec = _BY_NAME.get(name)
+    if spec is None:
+        raise _unknown(name)
+    dtype = np.dtype(_NUMPY[spec.kind])
+    if array.dtype != dtype:
+        raise _invalid(f"expected {name} as {spec.kind}, got {array.dtype}; convert it")
+    wanted = "[1, n]" if spec.size < 0 else "[1, 1]"
+    if array.ndim == 2 and array.shape[0] > 1:
+        raise _invalid(
+            f"expected one request per call, {name} of shape {wanted}, got {list(array.shape)}; "
+            "send the requests one by one, the server batches them itself"
+        )
+    if array.ndim != 2 or array.shape[0] != 1 or (spec.size > 0 and array.shape[1] != spec.size):
+        raise _invalid(f"expected {name} of shape {wanted}, got {list(array.shape)}")
+    elements: Array = array[0]
+    return elements
+
+
+def _check_neutral(spec: Tensor, elements: Array) -> None:
+    if not spec.neutral:
+        return
+    for element in elements.tolist():
+        value = _text(spec.name, element) if spec.kind == "STRING" else element
+        if value not in spec.neutral:
+            raise _invalid(
+                f"expected {spec.name} to be {' or '.join(repr(v) for v in spec.neutral)} or not "
+                f"sent, got {value!r}; this version has no other"
+            )
+
+
+def _sampling(scalar: Any) -> SamplingParams:
+    temperature, top_p = scalar("temperature", 0.0), scalar("top_p", 1.0)
+    if not (math.isfinite(temperature) and temperature >= 0.0):
+        raise _invalid(
+            "expected temperature as a finite number of at least 0 (0 is greedy), got "
+            f"{temperature}"
+        )
+    if not 0.0 < top_p <= 1.0:
+        raise _invalid(f"expected top_p above 0 and at most 1 (1 is off), got {top_p}")
+    seed, random_seed = scalar("seed", None), scalar("random_seed", None)
+    if seed is not None and random_seed is not None and seed != random_seed:
+        raise _invalid(
+            f"expected one seed, got seed {seed} and random_seed {random_seed}; send one of them"
+        )
+    seed = random_seed if seed is None else seed
+    return SamplingParams(
+        temperature=temperature,
+        top_k=_at_least(0, "top_k", scalar("top_k", 0)),
+        top_p=top_p,
+        seed=secrets.randbits(64) if seed is None else seed,
+    )
+
+
+def _end_ids(end_id: int | None) -> frozenset[int] | None:
+    if end_id is None:
+        return None
+    if end_id == NO_END_ID:
+        return frozenset()
+    return frozenset({_at_least(NO_END_ID, "end_id", end_id)})
+
+
+def _at_least(low: int, name: str, value: int) -> int:
+    if value < low:
+        raise _invalid(f"expected {name} of at least {low}, got {value}")
+    return value
+
+
+def _text(name: str, value: bytes | str) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _invalid(
+            f"expected {name} as UTF-8, got byte 0x{value[error.start]:02x} at {error.start}; "
+            "encode the text as UTF-8"
+        ) from None
+
+
+def _unknown(name: str) -> RequestError:
+    close = difflib.get_close_matches(name, _BY_NAME, n=1)
+    hint = f"; did you mean {close[0]}?" if close else "; see the model's documentation"
+    return _invalid(f"expected inputs that the model has, got {name!r}{hint}")
+
+
+def _invalid(sentence: str) -> RequestError:
+    return RequestError(INVALID_ARGUMENT, sentence)
