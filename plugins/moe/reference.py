@@ -42,50 +42,72 @@ def moe(
     u [T, D]; ids [T, k] int64, distinct within a row and in 0 … E − 1; weights [T, k]. Sums are
     kept in at least float32 and cast once. Experts that no row chose do no work.
     """
+    if u.shape[0] == 0:
+        return torch.zeros_like(u)
     acc = torch.promote_types(u.dtype, torch.float32)
-    weights = weights.to(acc)
-    total = torch.zeros_like(u, dtype=acc)
-    # unbind, not indexing: its gradient is one stack instead of one full-size tensor per expert.
-    w1, w3, w2 = routed.w1.unbind(0), routed.w3.unbind(0), routed.w2.unbind(0)
-    for expert in torch.unique(ids).tolist():
-        rows, column = (ids == expert).nonzero(as_tuple=True)
-        activation = _activation(
-            u[rows], w1[expert], w3[expert], routed.quantized_input, swiglu_limit
-        )
-        y = _down(
-            activation * weights[rows, column].unsqueeze(-1),
-            w2[expert],
-            routed.quantized_input,
-            u.dtype,
-        )
-        total = total.index_add(0, rows, y)
-    for shared_w1, shared_w3, shared_w2 in zip(shared.w1, shared.w3, shared.w2, strict=True):
-        activation = _activation(u, shared_w1, shared_w3, shared.quantized_input, swiglu_limit)
-        total = total + _down(activation, shared_w2, shared.quantized_input, u.dtype)
+    inputs = {
+        quantized: mxfp8.ACTIVATION.round(u) if quantized else u
+        for quantized in {routed.quantized_input, shared.quantized_input}
+    }
+    # Pairs (row, expert), grouped by expert; within a row they ascend, which fixes the sum's order.
+    ids, by_id = ids.sort(dim=1)
+    pair_weights = weights.to(acc).gather(1, by_id).flatten()
+    grouped = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=routed.w1.shape[0]).tolist()
+    x = inputs[routed.quantized_input][grouped // ids.shape[1]]
+    y = _experts(x, pair_weights[grouped].unsqueeze(-1), counts, routed, swiglu_limit)
+    pairs = y[grouped.argsort()].view(*ids.shape, -1)
+    total = pairs[:, 0]
+    for column in range(1, ids.shape[1]):
+        total = total + pairs[:, column]
+    num_shared = shared.w1.shape[0]
+    x = inputs[shared.quantized_input].repeat(num_shared, 1)
+    one = total.new_ones(())
+    y = _experts(x, one, [u.shape[0]] * num_shared, shared, swiglu_limit)
+    for expert_y in y.view(num_shared, *u.shape):
+        total = total + expert_y
     return total.to(u.dtype)
 
 
-def _activation(
-    u: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor, quantized_input: bool, limit: float
+def _experts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    counts: list[int],
+    experts: ExpertWeights,
+    swiglu_limit: float,
 ) -> torch.Tensor:
-    """silu(min(u·w1, limit)) · clamp(u·w3, ±limit), [n, I] in at least float32."""
-    acc = torch.promote_types(u.dtype, torch.float32)
-    gate_weight, linear_weight = w1.to(acc).T, w3.to(acc).T
+    """Rows x [P, D] grouped by expert, counts[e] rows of expert e: [P, D] in at least float32."""
+    acc = torch.promote_types(x.dtype, torch.float32)
+    hit = [expert for expert, count in enumerate(counts) if count]
+    sizes = [counts[expert] for expert in hit]
+    # unbind, not indexing: its gradient is one stack instead of one full-size tensor per expert.
+    w1, w3, w2 = experts.w1.unbind(0), experts.w3.unbind(0), experts.w2.unbind(0)
+    a = torch.cat(
+        [
+            _swiglu(rows, w1[expert].to(acc), w3[expert].to(acc), swiglu_limit)
+            for expert, rows in zip(hit, torch.split(x, sizes), strict=True)
+        ]
+    )
+    a = (a * weight).to(x.dtype)
+    if experts.quantized_input:
+        a = mxfp8.ACTIVATION.round(a)
+    return torch.cat(
+        [
+            _product(rows, w2[expert].to(acc))
+            for expert, rows in zip(hit, torch.split(a, sizes), strict=True)
+        ]
+    )
 
-    def swiglu(rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.to(acc)
-        linear = (rows @ linear_weight).clamp(-limit, limit)
-        return silu((rows @ gate_weight).clamp(max=limit)) * linear
 
-    return row_tiled(mxfp8.ACTIVATION.round(u) if quantized_input else u, swiglu)
+def _swiglu(x: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor, limit: float) -> torch.Tensor:
+    """silu(min(x·w1ᵀ, limit)) · clamp(x·w3ᵀ, ±limit), [n, I] in the weights' dtype."""
+
+    def rows(tile: torch.Tensor) -> torch.Tensor:
+        tile = tile.to(w1.dtype)
+        return silu((tile @ w1.T).clamp(max=limit)) * (tile @ w3.T).clamp(-limit, limit)
+
+    return row_tiled(x, rows)
 
 
-def _down(
-    activation: torch.Tensor, w2: torch.Tensor, quantized_input: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    """activation, cast to the compute `dtype` as the model does, through w2: [n, D] widened."""
-    weight = w2.to(activation.dtype).T
-    narrow = activation.to(dtype)
-    if quantized_input:
-        narrow = mxfp8.ACTIVATION.round(narrow)
-    return row_tiled(narrow, lambda rows: rows.to(weight.dtype) @ weight)
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return row_tiled(x, lambda tile: tile.to(w.dtype) @ w.T)

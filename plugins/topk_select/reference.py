@@ -42,7 +42,7 @@ def candidate_blocks(
     blocks = -(-columns // block_size)
     scores = scores.masked_fill(scores.isnan(), -torch.inf)
     padded = torch.nn.functional.pad(scores, (0, blocks * block_size - columns), value=-torch.inf)
-    block_scores = padded.view(-1, blocks, block_size).amax(-1)
+    block_scores = padded.view(scores.shape[0], blocks, block_size).amax(-1)
     # Nothing may tie with the newest block's +inf.
     block_scores = block_scores.clamp(max=torch.finfo(scores.dtype).max)
     newest = torch.div(num_visible - 1, block_size, rounding_mode="floor")
