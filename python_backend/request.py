@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +38,11 @@ class SamplingParams:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Delta:
-    """New tokens of one request. The first delta carries `cached_tokens`; the last a reason."""
+class Delta(NamedTuple):
+    """New tokens of one request. The first delta carries `cached_tokens`; the last a reason.
+
+    A token of `end_ids` is delivered like any other, in the delta that ends with STOP.
+    """
 
     output_ids: Int32Array
     cached_tokens: int
@@ -52,7 +55,7 @@ class Request:
     """One generation. `input_ids` is a buffer that never becomes a Python list.
 
     `on_delta` is called from the core's thread, in order, and must not block; the last call has a
-    finish reason.
+    finish reason. `use_prefix_cache` off neither reads the prefix cache nor publishes to it.
     """
 
     request_id: str

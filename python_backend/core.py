@@ -1,0 +1,238 @@
+"""The core: one thread that turns requests into tokens, step by step.
+
+Requests and cancellations come from any thread through an inbox; everything else happens on the
+thread that calls `run` (or `step`). While there is nothing to do the thread sleeps on the inbox.
+It knows scheduling and delivery, not what an executor computes.
+
+    core = EngineCore(executor, settings.resolve(config, available_bytes))
+    threading.Thread(target=core.run).start()
+    core.add_request(request)       # deltas arrive at request.on_delta
+    core.stop()
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from python_backend.request import Delta, FinishReason, Request, RequestError
+from python_backend.scheduler.scheduler import Scheduler, StepOutcome
+from python_backend.scheduler.statistics import Statistics
+from python_backend.scheduler.tracked import TrackedRequest
+from python_backend.settings import CoreLimits
+from python_backend.step_plan import Executor, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 0.2  # idle time before the books are checked, so that a check delays nobody
+NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+
+# A message is a request to add, the id of one to cancel, or None to wake up.
+Message = TrackedRequest | str | None
+
+
+class EngineCore:
+    """Serves requests on one executor. `limits` must be those that the executor's memory has."""
+
+    def __init__(self, executor: Executor, limits: CoreLimits) -> None:
+        self._executor = executor
+        self._limits = limits
+        self._scheduler = Scheduler(limits)
+        self._live: dict[str, TrackedRequest] = {}
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._door = threading.Lock()  # between the last look into the inbox and closing it
+        self._closed = False
+        self._unchecked = False  # something happened since the books were checked
+
+    # -- from any thread -------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises RequestError, and calls nothing, for what can never be served.
+
+        The tokens are copied; the caller's buffer is free when this returns.
+        """
+        tracked = self._scheduler.track(request)
+        with self._door:
+            if self._closed:
+                raise RequestError(
+                    "shutting_down", "expected a running server, got one that stops; try another"
+                )
+            self._inbox.put(tracked)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request before the next step. Unknown and finished ids are ignored: a cancel
+        races with the end of its request."""
+        self._inbox.put(request_id)
+
+    def stop(self) -> None:
+        """Make `run` return after its current step; what still runs ends with an error."""
+        with self._door:
+            self._closed = True
+        self._inbox.put(None)
+
+    def statistics(self) -> Statistics:
+        """A copy of the counters, with the gauges of this moment."""
+        scheduler = self._scheduler
+        counters = scheduler.statistics
+        return replace(
+            counters,
+            num_finished=dict(counters.num_finished),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_global_pages_used=scheduler.global_pages.num_used,
+            num_global_pages=scheduler.global_pages.num_pages - 1,
+            num_window_pages_used=scheduler.window_pages.num_used,
+            num_window_pages=scheduler.window_pages.num_pages - 1,
+            num_published_pages=scheduler.cache.num_published if scheduler.cache else 0,
+        )
+
+    # -- on the core's thread --------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until `stop`. An error of the core itself ends every request and is raised."""
+        try:
+            while not self._closed:
+                if not self.has_work:
+                    self.run_when_idle()
+                self.step()
+            self._end_all("shutting_down", "expected to finish, but the server stopped")
+        except BaseException:
+            with self._door:
+                self._closed = True
+            self._end_all("core_failed", "expected to finish, but the serving core failed")
+            raise
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live) or not self._inbox.empty()
+
+    def step(self) -> bool:
+        """One step: take in, schedule, run, commit, deliver. False when nothing ran."""
+        self._take_in()
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return False
+        self._unchecked = True
+        result = self._run_step(plan)
+        if result is not None:
+            self._deliver(self._scheduler.commit(result))
+        return True
+
+    def run_when_idle(self) -> None:
+        """Wait for a message; when none comes soon, check the books first."""
+        try:
+            message = self._inbox.get(timeout=QUIET_SECONDS)
+        except queue.Empty:
+            if self._unchecked:
+                self.check_integrity()
+                self._unchecked = False
+            message = self._inbox.get()
+        self._receive(message)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless pools, tables and prefix cache agree. Between steps only."""
+        self._scheduler.check_integrity()
+
+    def _take_in(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._receive(message)
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, TrackedRequest):
+            self._enqueue(message)
+        elif message is not None and message in self._live:
+            tracked = self._live[message]
+            self._scheduler.remove(tracked)
+            self._finish(tracked, NO_TOKENS, FinishReason.CANCELLED)
+
+    def _enqueue(self, tracked: TrackedRequest) -> None:
+        request_id = tracked.request.request_id
+        if request_id in self._live:
+            error = RequestError(
+                "duplicate_request_id",
+                f"expected a new request id, got {request_id!r}, which is being served",
+            )
+            self._send(tracked, Delta(NO_TOKENS, 0, FinishReason.ERROR, error))
+            return
+        self._live[request_id] = tracked
+        self._scheduler.add(tracked)
+
+    def _run_step(self, plan: StepPlan) -> StepResult | None:
+        """The executor's result; None when it failed, and then only its requests have ended."""
+        try:
+            result = self._executor.run(plan)
+            self._check_result(plan, result)
+        except Exception as problem:
+            logger.exception("a step of %d requests failed", plan.arrays.num_requests)
+            for tracked in self._scheduler.fail():
+                error = RequestError(
+                    "executor_failed",
+                    f"expected a step to run, but it failed: {problem}; try again",
+                )
+                self._finish(tracked, NO_TOKENS, FinishReason.ERROR, error)
+            return None
+        return result
+
+    def _check_result(self, plan: StepPlan, result: StepResult) -> None:
+        """One token of the vocabulary wherever one was wanted, or the next step reads nonsense."""
+        wanted = plan.arrays.wants_logits
+        if result.tokens.shape != wanted.shape:
+            raise ValueError(f"expected {len(wanted)} tokens, got {result.tokens.shape}")
+        tokens = result.tokens[wanted].view(np.uint32)
+        if len(tokens) and int(tokens.max()) >= self._limits.vocab_size:
+            raise ValueError(
+                f"expected token ids from 0 to {self._limits.vocab_size - 1}, got "
+                f"{result.tokens[wanted].tolist()}"
+            )
+
+    def _deliver(self, outcome: StepOutcome) -> None:
+        tokens, finished = outcome.tokens, outcome.finished
+        for i, tracked in enumerate(outcome.requests):
+            if i in finished:
+                self._finish(tracked, tokens[i : i + 1], finished[i])
+            else:
+                self._send(tracked, Delta(tokens[i : i + 1], tracked.cached_tokens))
+
+    def _finish(
+        self,
+        tracked: TrackedRequest,
+        tokens: npt.NDArray[np.int32],
+        reason: FinishReason,
+        error: RequestError | None = None,
+    ) -> None:
+        """Send the last delta of a request that has left the scheduler."""
+        del self._live[tracked.request.request_id]
+        self._scheduler.statistics.num_finished[reason] += 1
+        self._send(tracked, Delta(tokens, tracked.cached_tokens, reason, error))
+
+    def _send(self, tracked: TrackedRequest, delta: Delta) -> None:
+        """A receiver that raises has lost its stream; it must not take the others with it."""
+        try:
+            tracked.request.on_delta(delta)
+        except Exception:
+            request_id = tracked.request.request_id
+            logger.exception("the receiver of request %r failed; cancelling it", request_id)
+            if delta.finish_reason is None:
+                self.cancel(request_id)
+
+    def _end_all(self, code: str, message: str) -> None:
+        """Tell everybody who still waits, also in the inbox. The pools are not touched."""
+        waiting = list(self._live.values())
+        self._live.clear()
+        while not self._inbox.empty():
+            pending = self._inbox.get()
+            if isinstance(pending, TrackedRequest):
+                waiting.append(pending)
+        for tracked in waiting:
+            self._scheduler.statistics.num_finished[FinishReason.ERROR] += 1
+            error = RequestError(code, message)
+            self._send(tracked, Delta(NO_TOKENS, tracked.cached_tokens, FinishReason.ERROR, error))

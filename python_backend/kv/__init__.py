@@ -1,0 +1,1 @@
+"""The two paged pools, their tables and the prefix cache, on numpy arrays. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Which requests run which rows in the next step: policy, admission and budget. No torch."""

@@ -1,0 +1,165 @@
+"""The running requests as arrays indexed by slot, so that a decode step is a few vector operations.
+
+The newest tokens of every slot stand in one ring `[num_slots, RING_TOKENS]`: the next input, the
+n-gram history and appending need no request object. A request is visited in Python only to move a
+full ring, or a block to publish, into its own buffer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.batch import StepArrays
+from python_backend.replay import ReplayPlan
+from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
+from python_backend.step_plan import SamplingArrays
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+RING_TOKENS = 256  # a power of two, above any history width
+MAX_END_IDS = 32
+NEVER = 1 << 62
+
+
+class SlotTable:
+    """State of `num_slots` slots. Counts are tokens.
+
+    `num_computed` rows were given to a step, `num_processed` of them are done. They differ while
+    a step runs; pages are retired by `num_processed`, because a running step still reads them.
+    """
+
+    def __init__(self, num_slots: int, history_width: int) -> None:
+        def zeros() -> Int64Array:
+            return np.zeros(num_slots, dtype=np.int64)
+
+        self.num_tokens = zeros()
+        self.num_prompt_tokens = zeros()
+        self.token_limit = zeros()
+        self.num_computed = zeros()
+        self.num_processed = zeros()
+        self.next_publish = zeros()  # num_computed at which a further block can be published
+        self.encoder_floor = zeros()
+        self.decoder_floor = zeros()
+        self.write_floor = zeros()
+        self.fresh: BoolArray = np.zeros(num_slots, dtype=bool)
+        self.temperature = np.zeros(num_slots, dtype=np.float32)
+        self.top_k = np.zeros(num_slots, dtype=np.int32)
+        self.top_p = np.ones(num_slots, dtype=np.float32)
+        self.seed = np.zeros(num_slots, dtype=np.uint64)
+        self.end_ids = np.full((num_slots, 1), -1, dtype=np.int32)
+        self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
+        self._ring = np.zeros((num_slots, RING_TOKENS), dtype=np.int32)
+        self._num_synced = zeros()
+        self._history_offsets = np.arange(-history_width, 0, dtype=np.int64)
+
+    def load(self, slot: int, tracked: TrackedRequest, replay: ReplayPlan) -> None:
+        """Begin a life of the slot at `replay.replay_start`."""
+        num_tokens = tracked.num_tokens
+        self.num_tokens[slot] = self._num_synced[slot] = num_tokens
+        self.num_prompt_tokens[slot] = tracked.num_prompt_tokens
+        self.token_limit[slot] = tracked.token_limit
+        self.num_computed[slot] = self.num_processed[slot] = replay.replay_start
+        self.encoder_floor[slot] = replay.encoder_floor
+        self.decoder_floor[slot] = replay.decoder_floor
+        self.write_floor[slot] = replay.write_floor
+        self.fresh[slot] = True
+        sampling = tracked.request.sampling
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = sampling.top_k
+        self.top_p[slot] = sampling.top_p
+        self.seed[slot] = sampling.seed
+        self._load_end_ids(slot, tracked.request.end_ids)
+        positions = np.arange(max(0, num_tokens - RING_TOKENS), num_tokens)
+        self._ring[slot, positions % RING_TOKENS] = tracked.tokens[positions]
+        self.requests[slot] = tracked
+        tracked.slot = slot
+
+    def unload(self, slot: int) -> TrackedRequest:
+        """End the slot's life; the request leaves with all its tokens."""
+        self.sync(slot)
+        tracked: TrackedRequest = self.requests[slot]
+        tracked.slot = NO_SLOT
+        self.requests[slot] = None
+        return tracked
+
+    def sync(self, slot: int) -> TrackedRequest:
+        """Bring the request's own buffer up to date."""
+        tracked: TrackedRequest = self.requests[slot]
+        start, stop = int(self._num_synced[slot]), int(self.num_tokens[slot])
+        positions = np.arange(start, stop)
+        tracked.tokens[start:stop] = self._ring[slot, positions % RING_TOKENS]
+        tracked.num_tokens = stop
+        self._num_synced[slot] = stop
+        return tracked
+
+    def append(self, slots: Int32Array, tokens: Int32Array) -> None:
+        """Append one sampled token to each slot."""
+        count = self.num_tokens[slots]
+        self._ring[slots, count % RING_TOKENS] = tokens
+        count += 1
+        self.num_tokens[slots] = count
+        for slot in slots[count - self._num_synced[slots] == RING_TOKENS].tolist():
+            self.sync(slot)
+
+    def step_arrays(self, slots: Int32Array, counts: Int64Array, num_decodes: int) -> StepArrays:
+        """The next counts[i] rows of each slot. The first `num_decodes` slots run their last
+        known token, which the ring holds; the others are read from their requests."""
+        first = self.num_computed[slots]
+        query_start = np.zeros(len(slots) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        tokens = np.empty(query_start[-1], dtype=np.int32)
+        history = np.empty((len(slots), len(self._history_offsets)), dtype=np.int32)
+
+        decodes, at = slots[:num_decodes], first[:num_decodes]
+        tokens[:num_decodes] = self._ring[decodes, at % RING_TOKENS]
+        before = at[:, None] + self._history_offsets
+        history[:num_decodes] = self._ring[decodes[:, None], before % RING_TOKENS]
+        history[:num_decodes][before < 0] = -1
+        for i in range(num_decodes, len(slots)):
+            tracked: TrackedRequest = self.requests[slots[i]]
+            start = int(first[i])
+            row = slice(int(query_start[i]), int(query_start[i + 1]))
+            tokens[row] = tracked.tokens[start : start + row.stop - row.start]
+            history[i] = _last_tokens(tracked.tokens, start, history.shape[1])
+        return StepArrays(
+            tokens=tokens,
+            query_start=query_start,
+            first_position=first,
+            encoder_floor=self.encoder_floor[slots],
+            decoder_floor=self.decoder_floor[slots],
+            write_floor=self.write_floor[slots],
+            history=history,
+            wants_logits=first + counts == self.num_tokens[slots],
+        )
+
+    def sampling_arrays(self, slots: Int32Array) -> SamplingArrays:
+        return SamplingArrays(
+            temperature=self.temperature[slots],
+            top_k=self.top_k[slots],
+            top_p=self.top_p[slots],
+            seed=self.seed[slots],
+            output_index=self.num_tokens[slots] - self.num_prompt_tokens[slots],
+        )
+
+    def is_end(self, slots: Int32Array, tokens: Int32Array) -> BoolArray:
+        """Which of the tokens end their slot's request."""
+        ends: BoolArray = (self.end_ids[slots] == tokens[:, None]).any(axis=1)
+        return ends
+
+    def _load_end_ids(self, slot: int, end_ids: frozenset[int]) -> None:
+        missing = len(end_ids) - self.end_ids.shape[1]
+        if missing > 0:  # at most MAX_END_IDS columns ever
+            self.end_ids = np.pad(self.end_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.end_ids[slot] = -1
+        self.end_ids[slot, : len(end_ids)] = list(end_ids)
+
+
+def _last_tokens(tokens: Int32Array, stop: int, width: int) -> Int32Array:
+    """The `width` tokens before `stop`, nearest last, −1 where there is none."""
+    last = np.full(width, -1, dtype=np.int32)
+    start = max(0, stop - width)
+    last[width - (stop - start) :] = tokens[start:stop]
+    return last

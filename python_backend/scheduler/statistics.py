@@ -1,0 +1,38 @@
+"""Plain counters of a core, for metrics. Written by the core's thread, read by any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from python_backend.request import FinishReason
+
+
+@dataclass
+class Statistics:
+    """Counters since start, then gauges of the moment. Tokens, rows, pages or requests as named.
+
+    `num_cached_tokens` counts adopted hits, not where replay starts; what replay costs is in
+    `num_replayed_rows`. `num_trimmed_rows` are prefill rows that never ran through the decoder.
+    """
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_replayed_rows: int = 0
+    num_trimmed_rows: int = 0
+    num_dropped_short_hits: int = 0
+    num_preemptions: int = 0
+    num_failed_steps: int = 0
+    num_finished: dict[FinishReason, int] = field(
+        default_factory=lambda: dict.fromkeys(FinishReason, 0)
+    )
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_global_pages_used: int = 0
+    num_global_pages: int = 0
+    num_window_pages_used: int = 0
+    num_window_pages: int = 0
+    num_published_pages: int = 0

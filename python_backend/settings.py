@@ -1,0 +1,281 @@
+"""Serve settings: what an operator may choose, checked, and the numbers that follow from it.
+
+`ServeSettings` is what was asked (options, a YAML mapping, or parameters of a Triton model).
+`ServeSettings.resolve` combines it with the model's dims and the memory at hand into
+`CoreLimits`, the only thing that the scheduler, the pools and an executor's memory are built from:
+one place where page counts come from, so start-up and admission cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from engine.cache_sizes import global_page_bytes, tail_bytes, window_page_bytes
+from engine.config import ModelConfig
+from python_backend.kv.window_pool import pages_for, pages_per_request
+from python_backend.replay import ReplayRule
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+class SettingsError(ValueError):
+    """Settings that cannot work; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class CoreLimits:
+    """The numbers that a core runs with. Page counts include the null page of each pool.
+
+    Tokens and rows are the same unit: `max_num_tokens` rows a step, `window_page_tokens` rows of a
+    window page. `history_width` is the number of token ids before a row that Engram layers hash.
+    """
+
+    vocab_size: int
+    window: int
+    history_width: int
+    max_num_tokens: int
+    max_batch_size: int
+    max_seq_len: int
+    global_page_tokens: int
+    window_page_tokens: int
+    num_global_pages: int
+    num_window_pages: int
+    replay: ReplayRule
+    prefix_cache: bool
+
+    @property
+    def global_columns(self) -> int:
+        """Columns of the global page table: a request of `max_seq_len` tokens."""
+        return -(-self.max_seq_len // self.global_page_tokens)
+
+    @property
+    def window_columns(self) -> int:
+        """Columns of the window table's ring: a request that has a whole step to itself."""
+        return pages_per_request(self.window, self.window_page_tokens, self.max_num_tokens)
+
+    def num_pages_for(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Global pages of a whole request. Its last token is never run, so it needs no place."""
+        return -(-(num_prompt_tokens + max_tokens - 1) // self.global_page_tokens)
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What an operator may set. None means "derived", as said beside each field."""
+
+    dtype: str = "float32"
+    cache_quant: bool = True  # packed FP4/FP8 cache records, as the model was trained
+    max_batch_size: int = 64  # requests running at once
+    max_num_tokens: int = 2048  # rows of one step: decode rows, prefill chunks and replayed rows
+    max_seq_len: int | None = None  # prompt and output; None: the model's limit
+    kv_cache_memory_bytes: int | None = None  # all pools together; None: by fraction
+    kv_cache_memory_fraction: float = 0.5  # of the memory at hand, never more than can be used
+    global_page_tokens: int | None = None  # the granule of prefix hits; None: 2 windows
+    window_page_tokens: int | None = None  # None: a quarter of the window
+    num_global_pages: int | None = None  # with the null page; None: what the memory holds
+    num_window_pages: int | None = None  # with the null page; None: what always suffices
+    prefix_cache: bool = True
+    swa_bounded_replay: bool = True
+    replay_length: int | None = None  # rows replayed after a hit; None: one window
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise SettingsError(
+                f"expected dtype to be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise SettingsError(f"expected {field.name} of at least 1, got {value}")
+        if self.num_global_pages == 1:
+            raise SettingsError(
+                "expected num_global_pages of at least 2, got 1, which is the null page"
+            )
+        if not 0.0 < self.kv_cache_memory_fraction <= 1.0:
+            raise SettingsError(
+                "expected kv_cache_memory_fraction above 0 and at most 1, got "
+                f"{self.kv_cache_memory_fraction}"
+            )
+        if self.replay_length is not None and not self.swa_bounded_replay:
+            raise SettingsError(
+                f"expected no replay_length with swa_bounded_replay off, got {self.replay_length}; "
+                "the exact mode replays what exactness needs, drop one of the two"
+            )
+
+    @staticmethod
+    def from_options(options: Mapping[str, Any]) -> ServeSettings:
+        """Settings from names with - or _, values typed or as text ("true", "2048").
+
+        Raises SettingsError for an unknown name, a name given twice or a value of another type.
+        """
+        known = {field.name: str(field.type) for field in fields(ServeSettings)}
+        values: dict[str, Any] = {}
+        for option, value in options.items():
+            name = option.replace("-", "_")
+            if name not in known:
+                raise SettingsError(
+                    f"expected one of the settings {', '.join(known)}, got {option!r}"
+                )
+            if name in values:
+                raise SettingsError(f"expected {name} once, got it in both spellings; drop one")
+            values[name] = _read(name, known[name], value)
+        return ServeSettings(**values)
+
+    def resolve(self, config: ModelConfig, available_bytes: int) -> CoreLimits:
+        """The limits of a core of this model with `available_bytes` of memory for its state.
+
+        Raises SettingsError when the settings cannot serve the model.
+        """
+        window = config.sliding_window
+        page_tokens = self.global_page_tokens or _round_up(2 * window, self._granule(config))
+        if page_tokens % self._granule(config):
+            raise SettingsError(
+                f"expected global_page_tokens to be a multiple of {self._granule(config)}, so that "
+                f"no compressed entry straddles pages, got {page_tokens}"
+            )
+        page_rows = self.window_page_tokens or max(1, window // 4)
+        max_seq_len = self.max_seq_len or config.max_position_embeddings
+        if max_seq_len > config.max_position_embeddings:
+            raise SettingsError(
+                f"expected max_seq_len of at most {config.max_position_embeddings}, the model's "
+                f"max_position_embeddings, got {max_seq_len}"
+            )
+        self._check_token_budget(window)
+        num_window_pages = self._window_pages(window, page_rows)
+        return CoreLimits(
+            vocab_size=config.vocab_size,
+            window=window,
+            history_width=config.engram_max_ngram_size - 1,
+            max_num_tokens=self.max_num_tokens,
+            max_batch_size=self.max_batch_size,
+            max_seq_len=max_seq_len,
+            global_page_tokens=page_tokens,
+            window_page_tokens=page_rows,
+            num_global_pages=self.num_global_pages
+            or self._global_pages(
+                config,
+                available_bytes,
+                page_tokens=page_tokens,
+                page_rows=page_rows,
+                num_window_pages=num_window_pages,
+                max_seq_len=max_seq_len,
+            ),
+            num_window_pages=num_window_pages,
+            replay=self._replay_rule(config, page_tokens),
+            prefix_cache=self.prefix_cache,
+        )
+
+    def _granule(self, config: ModelConfig) -> int:
+        return math.lcm(2, config.max_ratio)
+
+    def _check_token_budget(self, window: int) -> None:
+        if self.max_num_tokens < 2 * window:
+            raise SettingsError(
+                f"expected max_num_tokens of at least {2 * window}, two windows of {window}, so "
+                f"that a replay leaves room for new tokens, got {self.max_num_tokens}; raise it"
+            )
+        if self.max_num_tokens < self.max_batch_size:
+            raise SettingsError(
+                f"expected max_num_tokens of at least max_batch_size = {self.max_batch_size}, so "
+                f"that every running request can decode, got {self.max_num_tokens}; raise it or "
+                "lower max_batch_size"
+            )
+
+    def _window_pages(self, window: int, page_rows: int) -> int:
+        needed = pages_for(window, page_rows, self.max_batch_size, self.max_num_tokens)
+        if self.num_window_pages is not None and self.num_window_pages < needed:
+            raise SettingsError(
+                f"expected num_window_pages of at least {needed} (pages of {page_rows} rows for "
+                f"{self.max_batch_size} requests with a window of {window} and "
+                f"{self.max_num_tokens} rows a step), got {self.num_window_pages}; raise it, or "
+                "lower max_batch_size or max_num_tokens"
+            )
+        return self.num_window_pages or needed
+
+    def _replay_rule(self, config: ModelConfig, page_tokens: int) -> ReplayRule:
+        window = config.sliding_window
+        if self.swa_bounded_replay:
+            length, tail = self.replay_length or window, self.replay_length or window
+        else:
+            length, tail = max(config.exact_replay_length, window), None
+        try:
+            return ReplayRule(
+                window=window,
+                replay_length=length,
+                decoder_tail=tail,
+                global_page_tokens=page_tokens,
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+
+    def _global_pages(
+        self,
+        config: ModelConfig,
+        available_bytes: int,
+        *,
+        page_tokens: int,
+        page_rows: int,
+        num_window_pages: int,
+        max_seq_len: int,
+    ) -> int:
+        """What the budget holds beside the private state. By fraction, at most what
+        `max_batch_size` requests of full length can fill."""
+        value_bytes = None if self.cache_quant else DTYPE_BYTES[self.dtype]
+        page_bytes = global_page_bytes(config, page_tokens, value_bytes=value_bytes)
+        window_bytes = num_window_pages * window_page_bytes(
+            config, page_rows, value_bytes=value_bytes
+        )
+        slot_bytes = tail_bytes(config, value_bytes=max(4, DTYPE_BYTES[self.dtype]))
+        private_bytes = window_bytes + self.max_batch_size * slot_bytes
+        budget = self.kv_cache_memory_bytes or int(available_bytes * self.kv_cache_memory_fraction)
+        num_pages = (budget - private_bytes) // page_bytes
+        if num_pages < 2:
+            raise SettingsError(
+                f"expected at least {private_bytes + 2 * page_bytes} bytes for the caches "
+                f"({private_bytes} for the windows of {self.max_batch_size} requests and "
+                f"{self.max_num_tokens} rows a step, {page_bytes} a global page), got {budget}; "
+                "give more memory, or lower max_batch_size or max_num_tokens"
+            )
+        if self.kv_cache_memory_bytes is None:
+            num_pages = min(num_pages, self.max_batch_size * -(-max_seq_len // page_tokens) + 1)
+        return num_pages
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _read(name: str, kind: str, value: Any) -> Any:
+    """`value` as the field's type; text is converted, nothing else is."""
+    optional = kind.endswith(" | None")
+    kind = kind.removesuffix(" | None")
+    if value is None and optional:
+        return None
+    read: Any
+    if kind == "bool":
+        read = {"true": True, "false": False}.get(str(value).lower())
+    elif kind == "int":
+        read = _read_number(int, value)
+    elif kind == "float":
+        read = _read_number(float, value)
+    else:
+        read = value if isinstance(value, str) else None
+    if read is None:
+        raise SettingsError(f"expected {name} to be {_KINDS[kind]}, got {value!r}")
+    return read
+
+
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+
+
+def _read_number(kind: type[int] | type[float], value: Any) -> int | float | None:
+    accepted = (int, str) if kind is int else (int, float, str)
+    if isinstance(value, bool) or not isinstance(value, accepted):
+        return None
+    try:
+        number = kind(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
