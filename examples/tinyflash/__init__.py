@@ -1,0 +1,7 @@
+"""TinyFlash: a small model of the V4.1 architecture that is trained, shipped and served.
+
+This package makes its data: word problems (`arithmetic`), facts to find in long documents
+(`retrieval`), conversations (`dialogue`) and tool calls (`tools`) in the model's chat format
+(`chat`), tokenised (`tokenizer`) and laid into training batches (`mixture`); `scoring` judges
+answers. All text is written for this project and is generated from seeds.
+"""
