@@ -57,7 +57,7 @@ def after_attention(
     streams = hc_expand(residual.streams, y, attn.post, attn.comb)
     ffn = _mix(streams, weights.ffn_hc, config)
     u = collapse(Residual(streams, attn.pre), weights.ffn_norm, config)
-    y = _experts(u, weights.moe, config, top_k, is_image)
+    y = experts(u, weights.moe, config, top_k, is_image)
     return Residual(hc_expand(streams, y, ffn.post, ffn.comb), ffn.pre)
 
 
@@ -73,13 +73,14 @@ def _mix(streams: torch.Tensor, weights: HyperWeights, config: ModelConfig) -> H
     )
 
 
-def _experts(
+def experts(
     u: torch.Tensor,
     weights: MoeWeights,
     config: ModelConfig,
     top_k: int,
     is_image: torch.Tensor | None,
 ) -> torch.Tensor:
+    """The expert sublayer on u [T, D]: gate, chosen experts, shared expert."""
     routing = mega_gate(
         u,
         weights.gate,
