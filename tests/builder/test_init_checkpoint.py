@@ -28,14 +28,6 @@ from engine.tensor_source import (
 Array = npt.NDArray[Any]
 
 
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """TINY in the released layout, seed 5, written by the command."""
-    directory = tmp_path_factory.mktemp("init") / "tiny released"
-    assert main(["init", "--config", "tiny", "--output_dir", str(directory), "--seed", "5"]) == 0
-    return directory
-
-
 def raw_tensor(directory: Path, name: str) -> tuple[str, Array]:
     """(header dtype, bytes as uint8 [shape …, itemsize folded into the last dim])."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
@@ -63,14 +55,14 @@ E4M3_TABLE = np.array([e4m3(code) for code in range(256)])
 E2M1_TABLE = np.array([s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
 
 
-def test_fp8_linear_equals_an_independent_decode(released: Path) -> None:
-    dtype, codes = raw_tensor(released, "layers.3.attn.wq_b.weight")
-    scale_dtype, scale = raw_tensor(released, "layers.3.attn.wq_b.scale")
+def test_fp8_linear_equals_an_independent_decode(released_dir: Path) -> None:
+    dtype, codes = raw_tensor(released_dir, "layers.3.attn.wq_b.weight")
+    scale_dtype, scale = raw_tensor(released_dir, "layers.3.attn.wq_b.scale")
     assert (dtype, scale_dtype) == ("F8_E4M3", "F8_E8M0")
     assert (codes.shape, scale.shape) == ((256, 64), (8, 2))
     expected = E4M3_TABLE[codes] * np.kron(e8m0(scale), np.ones((32, 32)))
     loaded = linear_weight(
-        SafetensorsSource(released), "layers.3.attn.wq_b", (256, 64), torch.float64
+        SafetensorsSource(released_dir), "layers.3.attn.wq_b", (256, 64), torch.float64
     )
     np.testing.assert_array_equal(loaded.value.numpy(), expected)
     # 16384 normal draws of std 1/8; a block's largest value uses E4M3's upper half.
@@ -78,33 +70,33 @@ def test_fp8_linear_equals_an_independent_decode(released: Path) -> None:
     assert 224 < np.abs(E4M3_TABLE[codes]).max() <= 448
 
 
-def test_fp4_experts_equal_an_independent_decode(released: Path) -> None:
+def test_fp4_experts_equal_an_independent_decode(released_dir: Path) -> None:
     loaded = expert_weights(
-        SafetensorsSource(released), "mtp.1.ffn.experts", 4, 64, 128, torch.float64
+        SafetensorsSource(released_dir), "mtp.1.ffn.experts", 4, 64, 128, torch.float64
     )
     for expert in range(4):
         for name in ("w1", "w2", "w3"):
             prefix = f"mtp.1.ffn.experts.{expert}.{name}"
-            dtype, packed = raw_tensor(released, f"{prefix}.weight")
-            _, scale = raw_tensor(released, f"{prefix}.scale")
+            dtype, packed = raw_tensor(released_dir, f"{prefix}.weight")
+            _, scale = raw_tensor(released_dir, f"{prefix}.scale")
             assert dtype == "I8"
             codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
             expected = E2M1_TABLE[codes] * np.repeat(e8m0(scale), 32, axis=1)
             np.testing.assert_array_equal(getattr(loaded, name)[expert].numpy(), expected)
 
 
-def test_engram_rows_equal_an_independent_decode(released: Path) -> None:
-    _, codes = raw_tensor(released, "layers.4.engram.embed.weight")
-    _, scale = raw_tensor(released, "layers.4.engram.embed.scale")
+def test_engram_rows_equal_an_independent_decode(released_dir: Path) -> None:
+    _, codes = raw_tensor(released_dir, "layers.4.engram.embed.weight")
+    _, scale = raw_tensor(released_dir, "layers.4.engram.embed.scale")
     assert (codes.shape, scale.shape) == ((864, 32), (864, 1))
     expected = E4M3_TABLE[codes] * e8m0(scale)
     table = engram_table(
-        SafetensorsSource(released), "layers.4.engram.embed", 864, 32, torch.float64
+        SafetensorsSource(released_dir), "layers.4.engram.embed", 864, 32, torch.float64
     )
     np.testing.assert_array_equal(table.read(torch.arange(864), torch.float64).numpy(), expected)
 
 
-def test_unquantised_tensors_keep_the_released_dtypes(released: Path) -> None:
+def test_unquantised_tensors_keep_the_released_dtypes(released_dir: Path) -> None:
     dtypes = {
         "embed.weight": "BF16",
         "head.weight": "BF16",
@@ -118,12 +110,12 @@ def test_unquantised_tensors_keep_the_released_dtypes(released: Path) -> None:
         "mtp.1.markov_head.embed.weight": "BF16",
         "mtp.0.main_proj.weight": "F8_E4M3",
     }
-    source = SafetensorsSource(released)
+    source = SafetensorsSource(released_dir)
     assert {name: source.describe(name).dtype for name in dtypes} == dtypes
 
 
-def test_distributions(released: Path) -> None:
-    source = SafetensorsSource(released)
+def test_distributions(released_dir: Path) -> None:
+    source = SafetensorsSource(released_dir)
 
     def stats(name: str) -> tuple[float, float]:
         values = source.read(name).double()
@@ -138,33 +130,33 @@ def test_distributions(released: Path) -> None:
     assert source.read("layers.0.attn.attn_sink").abs().min() > 0
 
 
-def test_config_and_companions(released: Path) -> None:
-    config, warnings = ModelConfig.from_file(released / "config.json")
+def test_config_and_companions(released_dir: Path) -> None:
+    config, warnings = ModelConfig.from_file(released_dir / "config.json")
     assert (config, warnings) == (TINY, [])
-    raw = json.loads((released / "config.json").read_text())
+    raw = json.loads((released_dir / "config.json").read_text())
     assert raw["quantization_config"]["weight_block_size"] == [32, 32]
-    assert json.loads((released / "generation_config.json").read_text())["eos_token_id"] == 1
-    classes = np.load(released / "token_class.npy")
+    assert json.loads((released_dir / "generation_config.json").read_text())["eos_token_id"] == 1
+    classes = np.load(released_dir / "token_class.npy")
     assert classes.tolist() == [token // 2 for token in range(512)]
-    index = json.loads((released / "model.safetensors.index.json").read_text())
+    index = json.loads((released_dir / "model.safetensors.index.json").read_text())
     # embedding, 12 layers, head, 2 stages, 2 tables
     assert set(index["weight_map"].values()) == {
         f"model-{n:05d}-of-00018.safetensors" for n in range(1, 19)
     }
 
 
-def test_seed_decides_every_byte(released: Path, tmp_path: Path) -> None:
+def test_seed_decides_every_byte(released_dir: Path, tmp_path: Path) -> None:
     for seed in ("5", "6"):
         assert main(["init", "--config", "tiny", "--output-dir", f"{tmp_path}/{seed}",
                      "--seed", seed]) == 0  # fmt: skip
     name = "model-00002-of-00018.safetensors"
-    first = (released / name).read_bytes()
+    first = (released_dir / name).read_bytes()
     assert (tmp_path / "5" / name).read_bytes() == first
     assert (tmp_path / "6" / name).read_bytes() != first
 
 
-def test_byte_tokenizer_round_trips_text(released: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(released / "tokenizer.json"))
+def test_byte_tokenizer_round_trips_text(released_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(released_dir / "tokenizer.json"))
     for text in ("Hello, World", "naïve 漢字 🙂\n\ttab", "", " two  blanks "):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert len(ids) == len(text.encode())
@@ -179,9 +171,9 @@ def test_byte_tokenizer_round_trips_text(released: Path) -> None:
     assert tokenizer.decode(marked) == "x<think>"
 
 
-def test_given_tokenizer_is_copied(released: Path, tmp_path: Path) -> None:
+def test_given_tokenizer_is_copied(released_dir: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.json"
-    own.write_text((released / "tokenizer.json").read_text())
+    own.write_text((released_dir / "tokenizer.json").read_text())
     out = tmp_path / "out"
     assert main(["init", "--config", "tiny", "--output_dir", str(out), "--tokenizer", str(own),
                  "--format", "float32"]) == 0  # fmt: skip
