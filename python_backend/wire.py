@@ -8,7 +8,6 @@ names are those of TensorRT-LLM's Triton models. Shapes are [1, n]: one request,
 from __future__ import annotations
 
 import difflib
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,29 @@ from python_backend.request import RequestError, SamplingParams
 Int32Array = npt.NDArray[np.int32]
 Array = npt.NDArray[Any]
 
+# The codes that start an error message; docs/operations.md says what to do about each.
 INVALID_ARGUMENT = "invalid_argument"
+OVER_CAPACITY = "over_capacity"
+UNAVAILABLE = "unavailable"
+CANCELLED = "cancelled"
+INTERNAL = "internal"
+_WIRE_CODES = {
+    INVALID_ARGUMENT: INVALID_ARGUMENT,
+    "duplicate_request_id": INVALID_ARGUMENT,
+    "empty_prompt": INVALID_ARGUMENT,
+    "invalid_input_ids": INVALID_ARGUMENT,
+    "invalid_max_tokens": INVALID_ARGUMENT,
+    "invalid_sampling": INVALID_ARGUMENT,
+    "token_out_of_range": INVALID_ARGUMENT,
+    "too_long": INVALID_ARGUMENT,
+    "too_many_end_ids": INVALID_ARGUMENT,
+    "exceeds_cache": OVER_CAPACITY,
+    "shutting_down": UNAVAILABLE,
+    CANCELLED: CANCELLED,
+    "core_failed": INTERNAL,
+    "executor_failed": INTERNAL,
+    INTERNAL: INTERNAL,
+}
 DEFAULT_MAX_TOKENS = 16
 NO_END_ID = -1
 
@@ -96,7 +117,9 @@ _KNOWN_PARAMETERS = frozenset({"id"})
 class WireRequest:
     """One request as it was sent: exactly one of `text` and `input_ids` is given.
 
-    `end_ids` None means the model's own end tokens; an empty set means that no token ends it.
+    `input_ids` is the server's own buffer, which is gone when its call returns. Values are judged
+    by the core, which every road to it passes. `end_ids` None means the model's own end tokens; an
+    empty set means that no token ends it.
     """
 
     text: str | None
@@ -128,36 +151,29 @@ def read_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> 
         return values[name].item() if name in values else default
 
     text = _text("text_input", values["text_input"].item()) if "text_input" in values else None
-    if text == "" or ("input_ids" in values and values["input_ids"].size == 0):
-        raise _invalid("expected a prompt of at least one token, got an empty one")
+    if text == "":  # a begin token alone is no prompt
+        raise _invalid("expected a prompt of at least one token, got an empty text")
     return WireRequest(
         text=text,
-        # The server's buffer is gone when its call returns, so the ids are copied, as one block.
-        input_ids=values["input_ids"].copy() if "input_ids" in values else None,
-        max_tokens=_at_least(1, "max_tokens", scalar("max_tokens", DEFAULT_MAX_TOKENS)),
+        input_ids=values.get("input_ids"),
+        max_tokens=scalar("max_tokens", DEFAULT_MAX_TOKENS),
         stream=bool(scalar("stream", False)),
-        sampling=_sampling(scalar),
+        sampling=SamplingParams(
+            temperature=scalar("temperature", 0.0),
+            top_k=scalar("top_k", 0),
+            top_p=scalar("top_p", 1.0),
+            seed=_seed(scalar),
+        ),
         end_ids=_end_ids(scalar("end_id", None)),
         return_num_input_tokens=bool(scalar("return_num_input_tokens", True)),
         return_num_output_tokens=bool(scalar("return_num_output_tokens", True)),
     )
 
 
-def check_prompt(
-    input_ids: Int32Array, max_tokens: int, *, vocab_size: int, max_seq_len: int
-) -> None:
-    """Raises RequestError for ids outside the vocabulary or more tokens than a request may have."""
-    if len(input_ids) + max_tokens > max_seq_len:
-        raise _invalid(
-            f"expected prompt and max_tokens of at most {max_seq_len} tokens together, got "
-            f"{len(input_ids)} + {max_tokens}; shorten the prompt or lower max_tokens"
-        )
-    low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise _invalid(
-            f"expected token ids from 0 to {vocab_size - 1} in input_ids, got "
-            f"{low if low < 0 else high}; use the tokenizer of this model"
-        )
+def to_wire(error: RequestError) -> RequestError:
+    """The same sentence under one of the few codes that clients act on."""
+    code = _WIRE_CODES.get(error.code, INTERNAL)
+    return error if code == error.code else RequestError(code, str(error).partition("] ")[2])
 
 
 def _elements(name: str, array: Array) -> Array:
@@ -192,41 +208,21 @@ def _check_neutral(spec: Tensor, elements: Array) -> None:
             )
 
 
-def _sampling(scalar: Any) -> SamplingParams:
-    temperature, top_p = scalar("temperature", 0.0), scalar("top_p", 1.0)
-    if not (math.isfinite(temperature) and temperature >= 0.0):
-        raise _invalid(
-            "expected temperature as a finite number of at least 0 (0 is greedy), got "
-            f"{temperature}"
-        )
-    if not 0.0 < top_p <= 1.0:
-        raise _invalid(f"expected top_p above 0 and at most 1 (1 is off), got {top_p}")
+def _seed(scalar: Any) -> int:
+    """Drawn where none was sent, so that equal prompts may get different answers."""
     seed, random_seed = scalar("seed", None), scalar("random_seed", None)
     if seed is not None and random_seed is not None and seed != random_seed:
         raise _invalid(
             f"expected one seed, got seed {seed} and random_seed {random_seed}; send one of them"
         )
-    seed = random_seed if seed is None else seed
-    return SamplingParams(
-        temperature=temperature,
-        top_k=_at_least(0, "top_k", scalar("top_k", 0)),
-        top_p=top_p,
-        seed=secrets.randbits(64) if seed is None else seed,
-    )
+    given: int | None = random_seed if seed is None else seed
+    return secrets.randbits(64) if given is None else given
 
 
 def _end_ids(end_id: int | None) -> frozenset[int] | None:
     if end_id is None:
         return None
-    if end_id == NO_END_ID:
-        return frozenset()
-    return frozenset({_at_least(NO_END_ID, "end_id", end_id)})
-
-
-def _at_least(low: int, name: str, value: int) -> int:
-    if value < low:
-        raise _invalid(f"expected {name} of at least {low}, got {value}")
-    return value
+    return frozenset() if end_id == NO_END_ID else frozenset({end_id})
 
 
 def _text(name: str, value: bytes | str) -> str:

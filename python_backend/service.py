@@ -1,0 +1,172 @@
+"""One engine being served: network, pools, executor, core and text, built from settings.
+
+Knows nothing of the Triton server; `triton_model` puts it behind one, and tests use it directly.
+
+    model = ServedModel.open(Path("engine"), {"dtype": "float64"})
+    model.start()
+    model.warm_up()
+    model.core.add_request(request)
+    model.stop()
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from engine.config import ModelConfig
+from engine.directory import Engine
+from engine.network import Network
+from engine.paged_cache import CachePools
+from python_backend.core import EngineCore
+from python_backend.executor.torch_executor import TorchExecutor
+from python_backend.request import Delta, Request, SamplingParams
+from python_backend.settings import CoreLimits, ServeSettings, SettingsError
+from python_backend.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 30.0
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+# Called with a stage's name and its share done, 0 … 1.
+OnProgress = Callable[[str, float], None]
+
+
+def no_progress(stage: str, share: float) -> None:
+    """Show nothing."""
+
+
+def settings_for(engine: Engine, options: Mapping[str, Any]) -> ServeSettings:
+    """What was asked, and the engine's own limits for what was not.
+
+    Raises SettingsError for a setting that is unknown, wrong or above what the engine is built for.
+    """
+    asked = ServeSettings.from_options(options)
+    given = {option.replace("-", "_") for option in options}
+    changes: dict[str, Any] = {}
+    for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
+        limit, value = getattr(engine.build, name), getattr(asked, name)
+        if name not in given or value is None:
+            changes[name] = limit
+        elif value > limit:
+            raise SettingsError(
+                f"expected {name} of at most {limit}, what the engine {engine.path} is built for, "
+                f"got {value}; lower it or build the engine with --{name}"
+            )
+    return replace(asked, **changes)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its control group."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int(_CGROUP_USED.read_text()))
+    except OSError:  # no control groups of version 2 here
+        pass
+    return max(available, 0)
+
+
+@dataclass
+class ServedModel:
+    """Owns the core's thread. `text` is None for an engine without a tokenizer."""
+
+    config: ModelConfig
+    limits: CoreLimits
+    core: EngineCore
+    text: TextTokenizer | None
+    end_ids: frozenset[int]
+
+    @staticmethod
+    def open(
+        engine_dir: Path, options: Mapping[str, Any], on_progress: OnProgress = no_progress
+    ) -> ServedModel:
+        """Read the engine and make the pools. Raises EngineError, SettingsError, ConfigError,
+        CheckpointError or TokenizerError (all ValueError) with one sentence."""
+        engine = Engine.open(engine_dir)
+        settings = settings_for(engine, options)
+        config = engine.config
+        settings.resolve(config, available_memory())  # refuse before minutes of loading
+        text = None
+        if engine.tokenizer_path is not None:
+            text = TextTokenizer.from_file(
+                engine.tokenizer_path, config.vocab_size, config.bos_token_id
+            )
+        dtype = getattr(torch, settings.dtype)
+        on_progress("loading weights", 0.0)
+        network = Network(config, engine.load_weights(dtype))
+        on_progress("loading weights", 1.0)
+        limits = settings.resolve(config, available_memory())
+        pools = CachePools(
+            config,
+            num_global_pages=limits.num_global_pages,
+            num_window_pages=limits.num_window_pages,
+            num_slots=limits.max_batch_size,
+            global_page_tokens=limits.global_page_tokens,
+            window_page_rows=limits.window_page_tokens,
+            dtype=dtype,
+            quantize=settings.cache_quant,
+        )
+        on_progress("making cache pools", 1.0)
+        core = EngineCore(TorchExecutor(network, pools), limits)
+        return ServedModel(config, limits, core, text, _end_ids(engine))
+
+    def start(self) -> None:
+        """Serve on a thread of its own until `stop`."""
+        self._thread = threading.Thread(target=self._run, name="core")
+        self._thread.start()
+
+    def warm_up(self) -> None:
+        """Make one token, so that ready means working. Raises RequestError when it fails."""
+        ended = threading.Event()
+        last: list[Delta] = []
+
+        def on_delta(delta: Delta) -> None:
+            if delta.finish_reason is not None:
+                last.append(delta)
+                ended.set()
+
+        self.core.add_request(
+            Request(
+                request_id="warm-up",
+                input_ids=np.array([self.config.bos_token_id], dtype=np.int32),
+                max_tokens=1,
+                sampling=SamplingParams(),
+                end_ids=frozenset(),
+                on_delta=on_delta,
+                use_prefix_cache=False,
+            )
+        )
+        ended.wait()
+        if last[0].error is not None:
+            raise last[0].error
+
+    def stop(self) -> None:
+        """End what runs, each request with its last delta, and the thread."""
+        self.core.stop()
+        self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive():
+            logger.error("the core's thread did not end in %s seconds", STOP_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self.core.run()
+        except Exception:  # every request was told; new ones are refused from now on
+            logger.exception("core_failed")
+
+
+def _end_ids(engine: Engine) -> frozenset[int]:
+    """The configuration's end token and those of generation_config.json."""
+    more = engine.generation_config.get("eos_token_id", [])
+    return frozenset({engine.config.eos_token_id, *([more] if isinstance(more, int) else more)})

@@ -1,0 +1,222 @@
+"""The model that the Triton server's Python backend loads: requests in, responses out.
+
+Only this module speaks the server's Python module. Threads: the server calls `execute` on its own;
+the core runs steps on one; the responder sends and watches on one. Metrics are touched by the
+responder alone, because two threads inside a metric crash this server.
+
+Parameters of config.pbtxt: `engine_dir`, every setting of `ServeSettings`, and from dsv41-serve
+`drain_file` and `drain_seconds`: when the file appears, new requests are refused and what still
+runs after these seconds is ended, so that the server can stop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from python_backend import logs, wire
+from python_backend.logs import fields
+from python_backend.request import Request, RequestError
+from python_backend.responses import Outputs, Responder, ResponseStream
+from python_backend.service import ServedModel
+from python_backend.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DRAIN_SECONDS = 10.0
+# Names, because the stub fills its Python module only after this file is imported.
+_ERROR_CODES = {
+    wire.INVALID_ARGUMENT: "INVALID_ARG",
+    wire.OVER_CAPACITY: "UNAVAILABLE",
+    wire.UNAVAILABLE: "UNAVAILABLE",
+    wire.CANCELLED: "CANCELLED",
+    wire.INTERNAL: "INTERNAL",
+}
+
+
+class TritonPythonModel:
+    """The server makes one instance and calls `initialize`, `execute` … and `finalize`."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load, and make one token: the server says ready only after this returns."""
+        logs.configure()
+        parameters = {
+            name: value["string_value"]
+            for name, value in json.loads(args["model_config"])["parameters"].items()
+        }
+        try:
+            self._open(parameters)
+        except ValueError as error:  # every refusal of ours is one, with a sentence
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            reply = _TritonReply(request.get_response_sender())
+            try:
+                self._take(request, reply)
+            except RequestError as error:
+                logger.info(
+                    "request_refused",
+                    extra=fields(request_id=request.request_id(), error=str(error)),
+                )
+                reply.fail(error)
+            except Exception as error:
+                logger.exception("execute_failed", extra=fields(request_id=request.request_id()))
+                reply.fail(RequestError(wire.INTERNAL, f"expected to take the request, {error}"))
+
+    def finalize(self) -> None:
+        """End what runs; every client gets its final response."""
+        self._model.stop()
+        self._responder.close()
+        logger.info("stopped")
+
+    def _open(self, parameters: dict[str, str]) -> None:
+        for name, value in parameters.items():
+            if "${" in value:
+                raise ValueError(f"expected parameter {name} to be filled in, got {value!r}")
+        engine_dir = parameters.pop("engine_dir", "")
+        if not engine_dir:
+            raise ValueError(
+                "expected parameters.engine_dir in config.pbtxt, got none; set it to an engine "
+                "directory made by dsv41-build engine"
+            )
+        drain_file = parameters.pop("drain_file", None)
+        self._drain_file = None if drain_file is None else Path(drain_file)
+        self._drain_seconds = float(parameters.pop("drain_seconds", DEFAULT_DRAIN_SECONDS))
+        self._drain_until: float | None = None
+        self._keys = itertools.count(1)
+        self._model = ServedModel.open(Path(engine_dir), parameters, _log_progress)
+        self._gauges = _Gauges()
+        self._responder = Responder(self._model.core.cancel, self._tick)
+        self._model.start()
+        try:
+            self._model.warm_up()
+        except RequestError:
+            self._model.stop()
+            raise
+        self._responder.start()
+        logger.info("model_ready", extra=fields(engine_dir=engine_dir))
+
+    def _take(self, request: Any, reply: _TritonReply) -> None:
+        """Hand one request to the core. Its buffers are copied before this returns."""
+        if self._drain_until is not None:
+            raise RequestError("shutting_down", "expected a running server, got one that stops")
+        asked = wire.read_request(
+            {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
+            json.loads(request.parameters() or "{}"),
+        )
+        model = self._model
+        input_ids = asked.input_ids
+        if asked.text is not None:
+            input_ids = self._tokenizer().encode(asked.text)
+        assert input_ids is not None
+        # Clients choose equal names; the core's are unique.
+        key = f"{next(self._keys)}"
+        stream = ResponseStream(
+            key=key,
+            request_id=request.request_id() or key,
+            reply=reply,
+            num_input_tokens=len(input_ids),
+            streamed=asked.stream,
+            detokenizer=None if model.text is None else model.text.detokenizer(),
+            return_num_input_tokens=asked.return_num_input_tokens,
+            return_num_output_tokens=asked.return_num_output_tokens,
+        )
+        self._responder.open(stream)
+        try:
+            model.core.add_request(
+                Request(
+                    request_id=key,
+                    input_ids=input_ids,
+                    max_tokens=asked.max_tokens,
+                    sampling=asked.sampling,
+                    end_ids=model.end_ids if asked.end_ids is None else asked.end_ids,
+                    on_delta=partial(self._responder.deliver, stream),
+                )
+            )
+        except RequestError as error:
+            self._responder.forget(stream, error)
+
+    def _tokenizer(self) -> TextTokenizer:
+        if self._model.text is None:
+            raise RequestError(
+                wire.INVALID_ARGUMENT,
+                "expected input_ids, got text_input: this engine has no tokenizer.json; send ids "
+                "or build the engine from a checkpoint that has one",
+            )
+        return self._model.text
+
+    def _tick(self) -> None:
+        statistics = self._model.core.statistics()
+        self._gauges.set("global", statistics.num_global_pages_used)
+        self._gauges.set("window", statistics.num_window_pages_used)
+        self._gauges.set("running", statistics.num_running)
+        self._gauges.set("waiting", statistics.num_waiting)
+        if self._drain_file is None:
+            return
+        if self._drain_until is None:
+            if self._drain_file.exists():
+                self._drain_until = time.monotonic() + self._drain_seconds
+                logger.info("draining", extra=fields(seconds=self._drain_seconds))
+        elif time.monotonic() >= self._drain_until:
+            self._model.core.stop()
+            self._drain_file = None
+
+
+class _Gauges:
+    """Values of the moment in the server's /metrics. One thread only."""
+
+    def __init__(self) -> None:
+        family = partial(pb_utils.MetricFamily, kind=pb_utils.MetricFamily.GAUGE)
+        self._pages = family(
+            name="dsv41_kv_pages_used", description="Pages that running requests hold, by pool"
+        )
+        self._requests = family(
+            name="dsv41_requests", description="Requests that the core holds, by state"
+        )
+        self._metrics = {
+            pool: self._pages.Metric(labels={"pool": pool}) for pool in ("global", "window")
+        } | {
+            state: self._requests.Metric(labels={"state": state})
+            for state in ("running", "waiting")
+        }
+        self._values: dict[str, int] = {}
+
+    def set(self, name: str, value: int) -> None:
+        if self._values.get(name) != value:  # each call is a round trip to the server's process
+            self._metrics[name].set(value)
+            self._values[name] = value
+
+
+class _TritonReply:
+    """One request's response sender. Exactly one call is final."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def send(self, outputs: Outputs, *, final: bool) -> None:
+        tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items()]
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        self._sender.send(pb_utils.InferenceResponse(tensors), flags=flags)
+
+    def fail(self, error: RequestError) -> None:
+        error = wire.to_wire(error)
+        code = getattr(pb_utils.TritonError, _ERROR_CODES[error.code])
+        self._sender.send(
+            pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)),
+            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+        )
+
+    def is_cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+
+def _log_progress(stage: str, share: float) -> None:
+    logger.info("load_progress", extra=fields(stage=stage, share=round(share, 3)))
