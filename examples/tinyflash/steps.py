@@ -48,7 +48,7 @@ class Run:
             tens = self.work(left, "*", right // 10 * 10)
             return self.work(tens, "+", self.work(left, "*", right % 10))
         result = _OPERATIONS[op](left, right)
-        self.failed |= not 1 <= result <= HIGHEST
+        self.failed |= not 1 <= result <= HIGHEST or max(left, right) > HIGHEST
         self.lines.append(Line(left, op, right, result))
         return result
 
