@@ -77,18 +77,18 @@ class EngineCore:
 
     def statistics(self) -> Statistics:
         """A copy of the counters, with the gauges of this moment."""
-        scheduler = self._scheduler
+        scheduler, residency = self._scheduler, self._scheduler.residency
         counters = scheduler.statistics
         return replace(
             counters,
             num_finished=dict(counters.num_finished),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_global_pages_used=scheduler.global_pages.num_used,
-            num_global_pages=scheduler.global_pages.num_pages - 1,
-            num_window_pages_used=scheduler.window_pages.num_used,
-            num_window_pages=scheduler.window_pages.num_pages - 1,
-            num_published_pages=scheduler.cache.num_published if scheduler.cache else 0,
+            num_global_pages_used=residency.global_pages.num_used,
+            num_global_pages=residency.global_pages.num_pages - 1,
+            num_window_pages_used=residency.window_pages.num_used,
+            num_window_pages=residency.window_pages.num_pages - 1,
+            num_published_pages=residency.cache.num_published if residency.cache else 0,
         )
 
     # -- on the core's thread --------------------------------------------------------------------

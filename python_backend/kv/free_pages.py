@@ -18,6 +18,7 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
 MIN_QUEUE_READ = 32  # entries looked at per round, so that a run of deleted ones costs one round
 
 
@@ -66,7 +67,8 @@ class FreePages:
         top = self._num_blank
         blank = self._stack[top - num_blank : top][::-1].copy()
         self._num_blank -= num_blank
-        return TakenPages(blank, self._take_oldest(count - num_blank))
+        hashed = self._take_oldest(count - num_blank) if count > num_blank else NO_PAGES
+        return TakenPages(blank, hashed)
 
     def push_blank(self, pages: Int32Array) -> None:
         """Free pages without a hash; the last of `pages` is handed out first."""
@@ -112,7 +114,7 @@ class FreePages:
             parts.append(entries[current])
             count -= len(current)
             self._head = stop if count else self._head + int(current[-1]) + 1
-        pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+        pages = np.concatenate(parts)
         self.remove_hashed(pages)
         return pages
 

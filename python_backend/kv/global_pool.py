@@ -22,7 +22,8 @@ class GlobalPages:
     """`num_pages` counts the null page 0. `cache` is None when nothing is ever published.
 
     Ask `num_free` and `num_needed` before acting: an action never answers "no". `version` changes
-    whenever a request that did not fit might fit now.
+    whenever a request that did not fit might fit now. `capacity[slot]` is the number of tokens
+    that the slot's pages have room for.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class GlobalPages:
         self.cache = cache
         self.table: Int32Array = np.zeros((num_slots, columns), dtype=np.int32)
         self.num_held: Int64Array = np.zeros(num_slots, dtype=np.int64)
+        self.capacity: Int64Array = np.zeros(num_slots, dtype=np.int64)
         self.version = 0
         self._references = np.zeros(num_pages, dtype=np.int32)
         self._free = FreePages(num_pages)
@@ -65,9 +67,9 @@ class GlobalPages:
         self._free.remove_hashed(unused)
         self._references[pages] += 1
         self.table[slot, : len(pages)] = pages
-        self.num_held[slot] = len(pages)
+        self._set_held(slot, len(pages))
 
-    def extend(self, slots: Int32Array, counts: Int64Array) -> None:
+    def extend(self, slots: Int64Array, counts: Int64Array) -> None:
         """Give counts[i] ≥ 0 fresh pages to each slot, after those that it holds."""
         taken = self._free.take(int(counts.sum()))
         if len(taken.hashed):
@@ -76,14 +78,14 @@ class GlobalPages:
         pages = np.concatenate(taken)
         self._references[pages] = 1
         self.table[np.repeat(slots, counts), ragged_columns(self.num_held[slots], counts)] = pages
-        self.num_held[slots] += counts
+        self._set_held(slots, self.num_held[slots] + counts)
 
     def release(self, slot: int) -> None:
         """Take all pages from a slot, the deepest first so that it is reused first."""
         held = int(self.num_held[slot])
         pages = self.table[slot, :held][::-1].copy()
         self.table[slot, :held] = 0
-        self.num_held[slot] = 0
+        self._set_held(slot, 0)
         self._references[pages] -= 1
         unused = pages[self._references[pages] == 0]
         if self.cache is None:
@@ -104,11 +106,16 @@ class GlobalPages:
         assert self.cache is not None
         pages = self.table[slot, start : len(blocks)].copy()
         link, displaced = self.cache.publish(chain, blocks, start, pages, parent)
-        unused = displaced[self._references[displaced] == 0]
-        self._free.remove_hashed(unused)
-        self._free.push_blank(unused)
+        if len(displaced):
+            unused = displaced[self._references[displaced] == 0]
+            self._free.remove_hashed(unused)
+            self._free.push_blank(unused)
         self.version += 1
         return link
+
+    def _set_held(self, slots: int | Int64Array, num_held: int | Int64Array) -> None:
+        self.num_held[slots] = num_held
+        self.capacity[slots] = num_held * self.group.page_tokens
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is owned or free, exactly once, and counted."""

@@ -25,7 +25,7 @@ Int64Array = npt.NDArray[np.int64]
 
 FIRST_WALK = 16  # blocks guessed at first; wrong guesses must stay cheap
 WALK_GROWTH = 8
-COMPARED_BLOCKS = 128  # blocks compared at a time: the copies stay in the processor's cache
+COMPARED_BLOCKS = 256  # blocks compared at a time: the copies stay in the processor's cache
 
 
 class ChainLink(NamedTuple):
@@ -134,11 +134,12 @@ class PrefixCache:
         )
         # Our first page is new, so nothing that stands after it can continue it: such a page
         # belongs to a prefix that was evicted, and would hide ours.
-        in_the_way = np.flatnonzero(holders != pages)
-        displaced = holders[in_the_way]
-        self._clear(displaced)
-        for i in in_the_way.tolist():
-            self._page_of[keys[i]] = int(pages[i])
+        others = np.flatnonzero(holders != pages)
+        displaced = holders[others]
+        if len(others):
+            self._clear(displaced)
+            for i in others.tolist():
+                self._page_of[keys[i]] = int(pages[i])
 
         serials = np.arange(self._next_serial, self._next_serial + len(pages), dtype=np.int64)
         self._next_serial += len(pages)
@@ -149,6 +150,7 @@ class PrefixCache:
         self._token_pairs[pages] = tokens.view(np.int64)
         self._successor[link.page] = pages[0]
         self._successor[pages[:-1]] = pages[1:]
+        self._successor[0] = 0  # a walk that fell off stays off; the root has no page
         return Publication(self._link(pages[-1]), displaced)
 
     def drop(self, pages: Int32Array) -> None:
@@ -184,14 +186,9 @@ class PrefixCache:
     def _walk(self, page: int, count: int) -> Int32Array:
         """`page` and its guessed successors, at most `count` pages."""
         successor = self._successor_ints
-        pages = [page]
-        append = pages.append
-        for _ in range(count - 1):
-            page = successor[page]
-            if not page:
-                break
-            append(page)
-        return np.array(pages, dtype=np.int32)
+        walk = array("i", [page, *[page := successor[page] for _ in range(count - 1)]])
+        pages = np.frombuffer(walk, dtype=np.int32)
+        return pages[: _num_leading(pages != 0)]
 
     def _known_prefix(
         self, keys: list[bytes], blocks: Int32Array, parent: ChainLink
@@ -202,6 +199,8 @@ class PrefixCache:
             if holder is None:
                 break
             holders.append(holder)
+        if not holders:
+            return 0, parent
         pages = np.array(holders, dtype=np.int32)
         count = self._num_agreeing(pages, blocks, parent)
         return count, self._link(pages[count - 1]) if count else parent

@@ -80,12 +80,14 @@ class WindowPages:
         """Begin a life of the slot whose first row is `position`."""
         self._first[slot] = self._next[slot] = position // self.group.page_tokens
 
-    def grow(self, slots: Int32Array, ends: Int64Array) -> None:
+    def grow(self, slots: Int64Array, ends: Int64Array) -> None:
         """Cover the rows below ends[i] of each slot. No page is needed for most decode rows."""
-        counts = (ends - 1) // self.group.page_tokens + 1 - self._next[slots]
-        total = int(counts.sum())
-        if not total:
+        growing = ends > self._next[slots] * self.group.page_tokens
+        if not growing.any():
             return
+        slots = slots[growing]
+        counts = -(-ends[growing] // self.group.page_tokens) - self._next[slots]
+        total = int(counts.sum())
         if total > self._num_free:
             raise IntegrityError(
                 f"expected at most {self._num_free} window pages to be needed, got {total}; "
@@ -96,18 +98,19 @@ class WindowPages:
         self._put(slots, self._next[slots], counts, pages)
         self._next[slots] += counts
 
-    def retire(self, slots: Int32Array, processed: Int64Array) -> None:
+    def retire(self, slots: Int64Array, processed: Int64Array) -> None:
         """Free the pages that no row from `processed[i]` on reads.
 
         `processed` must not count rows of a step that is still running: it reads old pages.
         """
-        live = first_live(processed, self.window) // self.group.page_tokens
-        counts = np.maximum(live - self._first[slots], 0)
-        if counts.any():
-            self._give_back(slots, counts)
+        live = first_live(processed, self.window)
+        dead = live >= (self._first[slots] + 1) * self.group.page_tokens
+        if dead.any():
+            slots = slots[dead]
+            self._give_back(slots, live[dead] // self.group.page_tokens - self._first[slots])
 
     def release(self, slot: int) -> None:
-        slots = np.array([slot], dtype=np.int32)
+        slots = np.array([slot], dtype=np.int64)
         self._give_back(slots, self._next[slots] - self._first[slots])
 
     def check_integrity(self) -> None:
@@ -124,7 +127,7 @@ class WindowPages:
         if not np.array_equal(np.sort(owned_or_free), np.arange(1, self.num_pages)):
             raise IntegrityError("a window page is lost, or owned twice, or owned and free")
 
-    def _give_back(self, slots: Int32Array, counts: Int64Array) -> None:
+    def _give_back(self, slots: Int64Array, counts: Int64Array) -> None:
         rows, columns = self._cells(slots, self._first[slots], counts)
         self._free[self._num_free : self._num_free + len(rows)] = self.table[rows, columns]
         self._num_free += len(rows)
@@ -132,13 +135,13 @@ class WindowPages:
         self._first[slots] += counts
 
     def _put(
-        self, slots: Int32Array, starts: Int64Array, counts: Int64Array, pages: Int32Array
+        self, slots: Int64Array, starts: Int64Array, counts: Int64Array, pages: Int32Array
     ) -> None:
         rows, columns = self._cells(slots, starts, counts)
         self.table[rows, columns] = pages
 
     def _cells(
-        self, slots: Int32Array, starts: Int64Array, counts: Int64Array
-    ) -> tuple[Int32Array, Int64Array]:
+        self, slots: Int64Array, starts: Int64Array, counts: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
         rows = np.repeat(slots, counts)
         return rows, ragged_columns(starts, counts) % self.table.shape[1]

@@ -17,18 +17,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from python_backend.kv.global_pool import GlobalPages
-from python_backend.kv.groups import CacheGroup
-from python_backend.kv.prefix_cache import ROOT, ChainLink, PrefixCache
-from python_backend.kv.window_pool import WindowPages
-from python_backend.replay import ReplayPlan, longest_hit, plan_replay
 from python_backend.request import FinishReason, Request
 from python_backend.scheduler.checks import check_request
+from python_backend.scheduler.residency import Admission, Residency
 from python_backend.scheduler.slots import NEVER, SlotTable
 from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import PageTables, StepPlan, StepResult
+from python_backend.step_plan import StepPlan, StepResult
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -44,62 +40,31 @@ class StepOutcome(NamedTuple):
     finished: dict[int, FinishReason]  # index into `requests`
 
 
-class _Admission(NamedTuple):
-    """A request that fits: the pages to adopt, how many to add, and what to recompute."""
-
-    hit_pages: Int32Array
-    link: ChainLink
-    num_new_pages: int
-    replay: ReplayPlan
-    num_found: int  # tokens that were found; more than the hit when a short one was dropped
-
-
 class _Rows(NamedTuple):
     """Rows of a step by slot. The first `num_decodes` slots run one row, their last token."""
 
-    slots: Int32Array
+    slots: Int64Array
     counts: Int64Array
     num_decodes: int
 
 
 class _StepInFlight(NamedTuple):
-    slots: Int32Array
+    slots: Int64Array
     wants_logits: BoolArray
 
 
 class Scheduler:
-    """Owns the pools, the tables, the prefix cache and the queue of one core."""
+    """Owns the queue and the slots of one core; `residency` owns its pages."""
 
     def __init__(self, limits: CoreLimits) -> None:
         self.limits = limits
         self.statistics = Statistics()
-        shared = CacheGroup("global", limits.global_page_tokens, replayable=False)
-        private = CacheGroup("window", limits.window_page_tokens, replayable=True)
+        self.residency = Residency(limits)
         num_slots = limits.max_batch_size
-        self.cache = PrefixCache(limits.num_global_pages, shared) if limits.prefix_cache else None
-        self.global_pages = GlobalPages(
-            group=shared,
-            num_pages=limits.num_global_pages,
-            num_slots=num_slots,
-            columns=limits.global_columns,
-            cache=self.cache,
-        )
-        self.window_pages = WindowPages(
-            group=private,
-            window=limits.window,
-            num_pages=limits.num_window_pages,
-            num_slots=num_slots,
-            columns=limits.window_columns,
-        )
-        self._tables = PageTables(
-            global_pages=self.global_pages.table,
-            window_pages=self.window_pages.table,
-            global_page_tokens=limits.global_page_tokens,
-            window_page_tokens=limits.window_page_tokens,
-        )
         self._slots = SlotTable(num_slots, limits.history_width)
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._running: Int32Array = np.empty(0, dtype=np.int32)  # slots in order of admission
+        # Slots are int64 here: numpy indexes with them three times faster than with int32.
+        self._running: Int64Array = np.empty(0, dtype=np.int64)  # in order of admission
         self._waiting: OrderedDict[TrackedRequest, None] = OrderedDict()
         self._blocked_at = -1  # pool version at which the head of the queue did not fit
         self._in_flight: _StepInFlight | None = None
@@ -115,9 +80,7 @@ class Scheduler:
     def track(self, request: Request) -> TrackedRequest:
         """Check a request and copy its tokens. Safe from any thread; raises RequestError."""
         check_request(request, self.limits)
-        participates = self.cache is not None and request.use_prefix_cache
-        chain = self.cache.new_chain(request.cache_salt) if self.cache and participates else None
-        return TrackedRequest(request, chain)
+        return TrackedRequest(request, self.residency.new_chain(request))
 
     def add(self, tracked: TrackedRequest) -> None:
         """Queue a new request behind all others."""
@@ -147,14 +110,14 @@ class Scheduler:
         arrays = self._slots.step_arrays(slots, counts, num_decodes)
         plan = StepPlan(
             arrays=arrays,
-            slots=slots,
+            slots=slots.astype(np.int32),
             fresh=self._slots.fresh[slots],
-            tables=self._tables,
+            tables=self.residency.tables,
             sampling=self._slots.sampling_arrays(slots),
         )
         self._count_rows(plan, num_decodes)
         ends = arrays.first_position + counts
-        self.window_pages.grow(slots, ends)
+        self.residency.window_pages.grow(slots, ends)
         self._slots.num_computed[slots] = ends
         self._in_flight = _StepInFlight(slots, arrays.wants_logits)
         return plan
@@ -168,7 +131,7 @@ class Scheduler:
         processed = table.num_computed[slots]
         table.num_processed[slots] = processed
         table.fresh[slots] = False
-        self.window_pages.retire(slots, processed)
+        self.residency.window_pages.retire(slots, processed)
 
         tokens = result.tokens[wants_logits]
         sampled = slots[wants_logits]
@@ -193,26 +156,26 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pools, tables and prefix cache agree."""
-        self.global_pages.check_integrity()
-        self.window_pages.check_integrity()
+        self.residency.check_integrity()
 
     # -- rows of running requests ----------------------------------------------------------------
 
     def _make_room(self) -> bool:
         """Give decoding requests the pages they grow into; True if somebody was preempted."""
-        pages, preempted = self.global_pages, False
+        pages, preempted = self.residency.global_pages, False
         while True:
             slots = self._running
-            missing = -(-self._slots.num_tokens[slots] // pages.group.page_tokens)
-            missing -= pages.num_held[slots]
-            needed = int(missing.sum())
-            if needed <= pages.num_free:
-                break
-            self._preempt(int(slots[-1]))
+            num_tokens = self._slots.num_tokens[slots]
+            growing = num_tokens > pages.capacity[slots]
+            if not growing.any():
+                return preempted
+            slots = slots[growing]
+            missing = -(-num_tokens[growing] // pages.group.page_tokens) - pages.num_held[slots]
+            if missing.sum() <= pages.num_free:
+                pages.extend(slots, missing)
+                return preempted
+            self._preempt(int(self._running[-1]))
             preempted = True
-        if needed:
-            pages.extend(slots, missing)
-        return preempted
 
     def _running_rows(self) -> _Rows:
         slots = self._running
@@ -251,75 +214,47 @@ class Scheduler:
             budget -= counts[-1]
         if not slots:
             return rows
-        self._running = np.append(self._running, np.array(slots, dtype=np.int32))
+        self._running = np.append(self._running, np.array(slots, dtype=np.int64))
         return _Rows(
-            np.append(rows.slots, np.array(slots, dtype=np.int32)),
+            np.append(rows.slots, np.array(slots, dtype=np.int64)),
             np.append(rows.counts, np.array(counts, dtype=np.int64)),
             rows.num_decodes,
         )
 
-    def _plan_admission(self, tracked: TrackedRequest) -> _Admission | None:
-        """How the request would enter now; None when its whole known sequence does not fit."""
-        pages, page_tokens = self.global_pages, self.limits.global_page_tokens
-        if pages.version == self._blocked_at:
+    def _plan_admission(self, tracked: TrackedRequest) -> Admission | None:
+        """`Residency.plan` for the head of the queue, not asked again while nothing changed."""
+        version = self.residency.global_pages.version
+        if version == self._blocked_at:
             return None
-        hit_pages, link = np.empty(0, dtype=np.int32), ROOT
-        num_found = 0
-        if self.cache is not None and tracked.chain is not None:
-            limit = longest_hit(tracked.num_tokens, page_tokens) // page_tokens
-            match = self.cache.find(tracked.chain, tracked.blocks(limit, page_tokens))
-            num_found = len(match.pages) * page_tokens
-        replay = plan_replay(
-            self.limits.replay,
-            num_tokens=tracked.num_tokens,
-            num_prompt_tokens=tracked.num_prompt_tokens,
-            hit=num_found,
-        )
-        if replay.hit:
-            hit_pages, link = match.pages, match.link
-        num_new_pages = -(-tracked.num_tokens // page_tokens) - len(hit_pages)
-        if pages.num_needed(hit_pages, num_new_pages) > pages.num_free:
-            self._blocked_at = pages.version
-            return None
-        return _Admission(hit_pages, link, num_new_pages, replay, num_found)
+        admission = self.residency.plan(tracked)
+        if admission is None:
+            self._blocked_at = version
+        return admission
 
-    def _start(self, tracked: TrackedRequest, admission: _Admission) -> None:
-        """Give the request a slot and all pages of its known sequence."""
+    def _start(self, tracked: TrackedRequest, admission: Admission) -> None:
         slot, replay = self._free_slots.pop(), admission.replay
-        if replay.hit:
-            self.global_pages.adopt(slot, admission.hit_pages)
-        self.global_pages.extend(
-            np.array([slot], dtype=np.int32), np.array([admission.num_new_pages], dtype=np.int64)
-        )
-        self.window_pages.start(slot, replay.replay_start)
+        self.residency.enter(slot, tracked, admission)
         self._slots.load(slot, tracked, replay)
         publishes = tracked.chain is not None
-        self._slots.next_publish[slot] = (
-            replay.hit + self.limits.global_page_tokens if publishes else NEVER
-        )
-        tracked.link = admission.link
+        next_publish = replay.hit + self.limits.global_page_tokens if publishes else NEVER
+        self._slots.next_publish[slot] = next_publish
         if not tracked.num_admissions:
             tracked.cached_tokens = replay.hit
             self.statistics.num_cached_tokens += replay.hit
         tracked.num_admissions += 1
-        if admission.num_found > replay.hit:
-            self.statistics.num_dropped_short_hits += 1
+        self.statistics.num_dropped_short_hits += admission.dropped_hit
 
     # -- after a step ----------------------------------------------------------------------------
 
     def _publish(self, slot: int) -> None:
         """Publish the slot's blocks that became full; all their tokens are final and written."""
         table, page_tokens = self._slots, self.limits.global_page_tokens
-        tracked = table.sync(slot)
-        assert tracked.chain is not None
         start = int(table.next_publish[slot]) // page_tokens - 1
         stop = int(table.num_processed[slot]) // page_tokens
-        tracked.link = self.global_pages.publish(
-            slot, tracked.chain, tracked.blocks(stop, page_tokens), start, tracked.link
-        )
+        self.residency.publish(slot, table.sync(slot), start, stop)
         table.next_publish[slot] = (stop + 1) * page_tokens
 
-    def _finished(self, slots: Int32Array, tokens: Int32Array) -> dict[int, FinishReason]:
+    def _finished(self, slots: Int64Array, tokens: Int32Array) -> dict[int, FinishReason]:
         ends = self._slots.is_end(slots, tokens)
         full = self._slots.num_tokens[slots] >= self._slots.token_limit[slots]
         return {
@@ -328,8 +263,7 @@ class Scheduler:
         }
 
     def _vacate(self, slot: int) -> TrackedRequest:
-        self.global_pages.release(slot)
-        self.window_pages.release(slot)
+        self.residency.leave(slot)
         self._free_slots.append(slot)
         self._running = self._running[self._running != slot]
         return self._slots.unload(slot)

@@ -19,7 +19,9 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-RING_TOKENS = 256  # a power of two, above any history width
+# A power of two above any history width, and more than a page of the released dims: publishing a
+# block then empties the ring before it is full.
+RING_TOKENS = 512
 MAX_END_IDS = 32
 NEVER = 1 << 62
 
@@ -49,11 +51,12 @@ class SlotTable:
         self.top_k = np.zeros(num_slots, dtype=np.int32)
         self.top_p = np.ones(num_slots, dtype=np.float32)
         self.seed = np.zeros(num_slots, dtype=np.uint64)
-        self.end_ids = np.full((num_slots, 1), -1, dtype=np.int32)
+        self.end_ids = np.full((1, num_slots), -1, dtype=np.int32)  # one row per end id
         self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         self._ring = np.zeros((num_slots, RING_TOKENS), dtype=np.int32)
         self._num_synced = zeros()
-        self._history_offsets = np.arange(-history_width, 0, dtype=np.int64)
+        self._ring_start = np.arange(num_slots, dtype=np.int64) * RING_TOKENS
+        self._input_offsets = np.arange(-history_width, 1, dtype=np.int64)
 
     def load(self, slot: int, tracked: TrackedRequest, replay: ReplayPlan) -> None:
         """Begin a life of the slot at `replay.replay_start`."""
@@ -95,29 +98,26 @@ class SlotTable:
         self._num_synced[slot] = stop
         return tracked
 
-    def append(self, slots: Int32Array, tokens: Int32Array) -> None:
+    def append(self, slots: Int64Array, tokens: Int32Array) -> None:
         """Append one sampled token to each slot."""
         count = self.num_tokens[slots]
-        self._ring[slots, count % RING_TOKENS] = tokens
+        self._ring[slots, count & (RING_TOKENS - 1)] = tokens
         count += 1
         self.num_tokens[slots] = count
         for slot in slots[count - self._num_synced[slots] == RING_TOKENS].tolist():
             self.sync(slot)
 
-    def step_arrays(self, slots: Int32Array, counts: Int64Array, num_decodes: int) -> StepArrays:
+    def step_arrays(self, slots: Int64Array, counts: Int64Array, num_decodes: int) -> StepArrays:
         """The next counts[i] rows of each slot. The first `num_decodes` slots run their last
         known token, which the ring holds; the others are read from their requests."""
         first = self.num_computed[slots]
         query_start = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         tokens = np.empty(query_start[-1], dtype=np.int32)
-        history = np.empty((len(slots), len(self._history_offsets)), dtype=np.int32)
+        history = np.empty((len(slots), len(self._input_offsets) - 1), dtype=np.int32)
 
-        decodes, at = slots[:num_decodes], first[:num_decodes]
-        tokens[:num_decodes] = self._ring[decodes, at % RING_TOKENS]
-        before = at[:, None] + self._history_offsets
-        history[:num_decodes] = self._ring[decodes[:, None], before % RING_TOKENS]
-        history[:num_decodes][before < 0] = -1
+        inputs = self._decode_inputs(slots[:num_decodes], first[:num_decodes])
+        tokens[:num_decodes], history[:num_decodes] = inputs[:, -1], inputs[:, :-1]
         for i in range(num_decodes, len(slots)):
             tracked: TrackedRequest = self.requests[slots[i]]
             start = int(first[i])
@@ -135,7 +135,7 @@ class SlotTable:
             wants_logits=first + counts == self.num_tokens[slots],
         )
 
-    def sampling_arrays(self, slots: Int32Array) -> SamplingArrays:
+    def sampling_arrays(self, slots: Int64Array) -> SamplingArrays:
         return SamplingArrays(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
@@ -144,17 +144,26 @@ class SlotTable:
             output_index=self.num_tokens[slots] - self.num_prompt_tokens[slots],
         )
 
-    def is_end(self, slots: Int32Array, tokens: Int32Array) -> BoolArray:
+    def is_end(self, slots: Int64Array, tokens: Int32Array) -> BoolArray:
         """Which of the tokens end their slot's request."""
-        ends: BoolArray = (self.end_ids[slots] == tokens[:, None]).any(axis=1)
+        ends: BoolArray = (self.end_ids[:, slots] == tokens).any(axis=0)
         return ends
 
     def _load_end_ids(self, slot: int, end_ids: frozenset[int]) -> None:
-        missing = len(end_ids) - self.end_ids.shape[1]
-        if missing > 0:  # at most MAX_END_IDS columns ever
-            self.end_ids = np.pad(self.end_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self.end_ids[slot] = -1
-        self.end_ids[slot, : len(end_ids)] = list(end_ids)
+        missing = len(end_ids) - len(self.end_ids)
+        if missing > 0:  # at most MAX_END_IDS rows ever
+            self.end_ids = np.pad(self.end_ids, ((0, missing), (0, 0)), constant_values=-1)
+        self.end_ids[:, slot] = -1
+        self.end_ids[: len(end_ids), slot] = list(end_ids)
+
+    def _decode_inputs(self, slots: Int64Array, positions: Int64Array) -> Int32Array:
+        """History and token of the rows at `positions`, [n, history width + 1], −1 before 0."""
+        at = positions[:, None] + self._input_offsets
+        cells = self._ring_start[slots][:, None] + (at & (RING_TOKENS - 1))
+        inputs: Int32Array = self._ring.ravel().take(cells)
+        if len(positions) and positions.min() < len(self._input_offsets) - 1:
+            inputs[at < 0] = -1
+        return inputs
 
 
 def _last_tokens(tokens: Int32Array, stop: int, width: int) -> Int32Array:
