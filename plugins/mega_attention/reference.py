@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Every row takes part in products of one shape, [H, d] × [d, 16] and back, so its bits depend
 # neither on the batch nor on the padding of its key sets.
 _KEY_TILE = 16
-_GATHER_BYTES = 64 << 20
+_GATHER_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
 # Keeps the running maximum finite when a row has no key (and the sink is −inf), or a +inf sink.
 _MAX_BOUND = 1e30
 
@@ -52,7 +52,8 @@ def mega_attention(
         sources.append((main, main_slots))
     sources = [(store, _whole_tiles(slots)) for store, slots in sources]
     keys_per_row = sum(slots.shape[1] for _, slots in sources)
-    row_tile = max(1, _GATHER_BYTES // max(1, keys_per_row * q.shape[2] * acc.itemsize))
+    row_bytes = max(1, keys_per_row * q.shape[2] * acc.itemsize)
+    row_tile = max(1, _GATHER_BYTES[q.device.type] // row_bytes)
     outputs = [q.new_zeros(0, *q.shape[1:])]
     for start in range(0, q.shape[0], row_tile):
         rows = slice(start, start + row_tile)

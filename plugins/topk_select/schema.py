@@ -28,7 +28,7 @@ RESTRICT_TO_BLOCKS = OperatorSchema(
     name="restrict_to_blocks",
     inputs=(
         TensorSpec("scores", ("T", "n")),
-        TensorSpec("blocks", ("T", "ceil(n/block_size)"), "bool"),
+        TensorSpec("blocks_mask", ("T", "ceil(n/block_size)"), "bool"),
     ),
     outputs=(TensorSpec("restricted", ("T", "n")),),
     attributes=("block_size",),
