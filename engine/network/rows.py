@@ -19,19 +19,20 @@ class SegmentRows:
     request: torch.Tensor  # [T]
     window_write: torch.Tensor  # [T] slot of the row's own window row
     window_keys: torch.Tensor  # [T, W] its window, oldest first, −1 below the floor
+    key_slots: dict[int, torch.Tensor]  # ratio → [R, n] slots of every entry a row may see
     is_image: torch.Tensor | None  # [T] bool, None where the model has no image token
-    num_requests: int
-    max_context: int  # no row's position is higher than this − 1
 
     @staticmethod
     def of_encoder(batch: RaggedBatch, cache: CacheView, config: ModelConfig) -> SegmentRows:
         """All rows of the step."""
-        return _segment(batch, slice(None), batch.encoder_floor, cache, config)
+        layers = range(config.decoder_start)
+        return _segment(batch, slice(None), batch.encoder_floor, layers, cache, config)
 
     @staticmethod
     def of_decoder(batch: RaggedBatch, cache: CacheView, config: ModelConfig) -> SegmentRows:
         """The rows that run through the decoder."""
-        return _segment(batch, batch.decoder_rows, batch.decoder_floor, cache, config)
+        layers = range(config.decoder_start, config.num_hidden_layers)
+        return _segment(batch, batch.decoder_rows, batch.decoder_floor, layers, cache, config)
 
 
 def window_keys(
@@ -55,9 +56,17 @@ def _segment(
     batch: RaggedBatch,
     kept: torch.Tensor | slice,
     floor: torch.Tensor,
+    layers: range,
     cache: CacheView,
     config: ModelConfig,
 ) -> SegmentRows:
+    every_request = torch.arange(batch.num_requests, device=batch.positions.device).unsqueeze(-1)
+
+    def key_slots(ratio: int) -> torch.Tensor:
+        entries = torch.arange(batch.max_context // ratio, device=every_request.device)
+        return cache.entry_slots(ratio, every_request, entries)
+
+    ratios = {config.ratio(layer) for layer in layers if config.is_index_source(layer)}
     positions, request = batch.positions[kept], batch.request[kept]
     image = config.image_token_id
     return SegmentRows(
@@ -65,9 +74,8 @@ def _segment(
         request=request,
         window_write=cache.window_slots(request, positions),
         window_keys=window_keys(positions, request, floor[request], cache, config.sliding_window),
+        key_slots={ratio: key_slots(ratio) for ratio in sorted(ratios)},
         is_image=None if image is None else batch.tokens[kept] == image,
-        num_requests=batch.num_requests,
-        max_context=batch.max_context,
     )
 
 

@@ -46,7 +46,7 @@ def select(
     valid configuration has enough of them.
     """
     ratio = config.ratio(layer)
-    num_entries = rows.max_context // ratio
+    num_entries = rows.key_slots[ratio].shape[1]
     num_visible = (rows.positions + 1) // ratio
     candidates = published.candidates if published is not None else None
     if num_entries <= config.index_topk:
@@ -86,13 +86,11 @@ def _scores(
     if cache.index_layout is not None:
         queries = cache.index_layout.round(queries)
     head_weights = linear(u, weights.weights_proj) * (width**-0.5 * heads**-0.5)
-    entry = torch.arange(rows.max_context // ratio, device=u.device)
-    request = torch.arange(rows.num_requests, device=u.device)
     return index_scores(
         queries,
         head_weights,
         cache.index(source),
-        cache.entry_slots(ratio, request.unsqueeze(-1), entry),
+        rows.key_slots[ratio],
         rows.request,
         (rows.positions + 1) // ratio,
     )
