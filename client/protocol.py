@@ -1,0 +1,262 @@
+"""What travels between a client and the deployment: names, types, shapes. No transport.
+
+Shapes on the wire are [1, n]: one request, n elements. Both transports build their bytes from
+`input_tensors` and read them back through `chunk_from_outputs`, so that a name, a type or a rule
+is written once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+DEFAULT_MODEL = "deepseek_v41"
+
+# A code is how programs tell errors apart: the server writes it in brackets before the sentence.
+INVALID_ARGUMENT = "invalid_argument"
+UNAVAILABLE = "unavailable"
+DEADLINE_EXCEEDED = "deadline_exceeded"
+CANCELLED = "cancelled"
+PROTOCOL_ERROR = "protocol_error"
+SERVER_ERROR = "server_error"
+
+# The server may put words of its own before the model's message ("…, message: [code] sentence").
+_CODED = re.compile(r"(?:^|message: )\[([a-z][a-z0-9_]*)\] *(.*)", re.DOTALL)
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class DeploymentError(Exception):
+    """The deployment, or the road to it, failed.
+
+    code: machine-readable, lower case; docs/client.md lists them.
+    message: one sentence for people.
+    partial: what had been received of the stream before it failed, None if nothing had.
+    """
+
+    def __init__(self, code: str, message: str, partial: GenerateResult | None = None) -> None:
+        super().__init__(f"[{code}] {message}")
+        self.code = code
+        self.message = message
+        self.partial = partial
+
+    @classmethod
+    def from_server(cls, text: str, default_code: str = SERVER_ERROR) -> DeploymentError:
+        """Reads "[code] sentence"; `default_code` names a message that carries no code."""
+        match = _CODED.search(text)
+        if match:
+            return cls(match[1], match[2].strip())
+        return cls(default_code, text.strip() or "the server gave no message")
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateRequest:
+    """One generation: either `text_input` or `input_ids`; None leaves a value to the server.
+
+    input_ids: int32 [n], converted from any integers that fit.
+    max_tokens: most tokens to generate.
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. seed: 0 … 2**64 − 1.
+    end_id: the token that ends the answer; −1 means that no token does.
+    request_id: echoed in the server's log.
+    Values are judged by the server; only what cannot be carried is refused here (ValueError).
+    """
+
+    text_input: str | None = None
+    input_ids: Int32Array | Sequence[int] | None = None
+    max_tokens: int = 16
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    end_id: int | None = None
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.text_input is None) == (self.input_ids is None):
+            raise ValueError("expected either text_input or input_ids: give exactly one of them")
+        if self.input_ids is not None:
+            object.__setattr__(self, "input_ids", _as_int32(self.input_ids))
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateChunk:
+    """One streamed response: a delta. None where the response does not carry the field.
+
+    output_ids: int32 [n], new tokens only, without the prompt.
+    cached_tokens: prompt tokens found in the prefix cache; with the first response.
+    finish_reason, num_input_tokens, num_output_tokens: with the last response.
+    """
+
+    text_output: str
+    output_ids: Int32Array
+    finish_reason: FinishReason | None = None
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateResult:
+    """A whole answer, or what came of it. Fields as in `GenerateChunk`, deltas joined."""
+
+    text_output: str
+    output_ids: Int32Array
+    finish_reason: FinishReason | None
+    num_input_tokens: int | None
+    num_output_tokens: int | None
+    cached_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Health:
+    """live: the server process answers. ready: it takes requests. model_ready: so does the model.
+
+    generates: one token was really made; None when that was not asked for.
+    detail: the first failure in one sentence, empty when there is none.
+    """
+
+    live: bool
+    ready: bool
+    model_ready: bool
+    generates: bool | None
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.live and self.ready and self.model_ready and self.generates is not False
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, the server's type name and the numpy type of one tensor."""
+
+    name: str
+    datatype: str
+    dtype: type[np.generic]
+
+
+INPUTS = (
+    TensorSpec("text_input", "BYTES", np.object_),
+    TensorSpec("input_ids", "INT32", np.int32),
+    TensorSpec("max_tokens", "INT32", np.int32),
+    TensorSpec("temperature", "FP32", np.float32),
+    TensorSpec("top_k", "INT32", np.int32),
+    TensorSpec("top_p", "FP32", np.float32),
+    TensorSpec("seed", "UINT64", np.uint64),
+    TensorSpec("end_id", "INT32", np.int32),
+)
+STREAM = TensorSpec("stream", "BOOL", np.bool_)
+
+
+def input_tensors(
+    request: GenerateRequest, *, stream: bool
+) -> list[tuple[TensorSpec, npt.NDArray[Any]]]:
+    """The request as named tensors of shape [1, n]; text is UTF-8 bytes in an object array.
+
+    Raises ValueError for a value that its tensor cannot hold: a server that reads JSON would wrap
+    it around without a word.
+    """
+    tensors: list[tuple[TensorSpec, npt.NDArray[Any]]] = []
+    for spec in INPUTS:
+        value = getattr(request, spec.name)
+        if value is not None:
+            tensors.append((spec, _tensor(spec, value)))
+    tensors.append((STREAM, np.array([[stream]], dtype=np.bool_)))
+    return tensors
+
+
+def chunk_from_outputs(outputs: Mapping[str, Any]) -> GenerateChunk:
+    """A chunk from named values: `bytes` or `str` for text, integers or flat arrays for numbers.
+
+    Raises DeploymentError `protocol_error` for a finish reason that this client does not know.
+    """
+    reason = _text(outputs.get("finish_reason"))
+    if reason and reason not in tuple(FinishReason):
+        raise DeploymentError(
+            PROTOCOL_ERROR,
+            f"expected a finish_reason of {', '.join(FinishReason)}, got {reason!r}: "
+            "use a client and a server of the same version",
+        )
+    return GenerateChunk(
+        text_output=_text(outputs.get("text_output")) or "",
+        output_ids=np.atleast_1d(np.asarray(outputs.get("output_ids", ()), dtype=np.int32)),
+        finish_reason=FinishReason(reason) if reason else None,
+        num_input_tokens=_number(outputs.get("num_input_tokens")),
+        num_output_tokens=_number(outputs.get("num_output_tokens")),
+        cached_tokens=_number(outputs.get("cached_tokens")),
+    )
+
+
+def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateResult:
+    """Concatenates deltas; each other field is the last one that came."""
+
+    def last(name: str) -> Any:
+        came = (getattr(chunk, name) for chunk in reversed(chunks))
+        return next((value for value in came if value is not None), None)
+
+    ids = [chunk.output_ids for chunk in chunks]
+    return GenerateResult(
+        text_output="".join(chunk.text_output for chunk in chunks),
+        output_ids=np.concatenate(ids) if ids else np.empty(0, np.int32),
+        finish_reason=last("finish_reason"),
+        num_input_tokens=last("num_input_tokens"),
+        num_output_tokens=last("num_output_tokens"),
+        cached_tokens=last("cached_tokens"),
+    )
+
+
+def _as_int32(ids: Int32Array | Sequence[int]) -> Int32Array:
+    array = np.asarray(ids)
+    if array.size == 0 and array.dtype == np.float64:  # numpy's type of an empty list
+        array = array.astype(np.int32)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"expected input_ids as whole numbers of shape [n], got {array.dtype} of shape "
+            f"{list(array.shape)}"
+        )
+    limits = np.iinfo(np.int32)
+    if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
+        raise ValueError(f"expected input_ids in int32, got from {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _tensor(spec: TensorSpec, value: Any) -> npt.NDArray[Any]:
+    if spec.dtype is np.object_:
+        try:
+            return np.array([[value.encode("utf-8")]], dtype=np.object_)
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"expected {spec.name} to be valid Unicode, got a lone surrogate at character "
+                f"{error.start}: remove it"
+            ) from None
+    if isinstance(value, np.ndarray):
+        return value.reshape(1, -1)
+    if np.issubdtype(spec.dtype, np.integer):
+        limits = np.iinfo(spec.dtype)  # type: ignore[type-var]
+        if int(value) != value or not limits.min <= value <= limits.max:
+            raise ValueError(
+                f"expected {spec.name} as a whole number from {limits.min} to {limits.max}, "
+                f"got {value}"
+            )
+    return np.array([[value]], dtype=spec.dtype)
+
+
+def _text(value: Any) -> str | None:
+    return value.decode("utf-8") if isinstance(value, bytes) else value
+
+
+def _number(value: Any) -> int | None:
+    return None if value is None else int(np.atleast_1d(value)[0])

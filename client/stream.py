@@ -1,0 +1,122 @@
+"""A running generation: chunks as they arrive, cancellation, and what has come so far."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from client.protocol import (
+    PROTOCOL_ERROR,
+    DeploymentError,
+    FinishReason,
+    GenerateChunk,
+    GenerateResult,
+    join_chunks,
+)
+
+
+class GenerateStream(Iterator[GenerateChunk]):
+    """Iterates over the chunks of one request; leaving its `with` block cancels what still runs.
+
+    The transport gives `chunks`, which ends where the server's stream ends and raises
+    DeploymentError when it fails, and `cancel`, which stops the request on the server, may be
+    called from any thread and more than once, and makes `chunks` end or fail soon.
+
+    Errors raised while iterating carry the part received before them (`DeploymentError.partial`).
+    """
+
+    def __init__(self, chunks: Iterator[GenerateChunk], cancel: Callable[[], None]) -> None:
+        self._chunks = chunks
+        self._cancel = cancel
+        self._received: list[GenerateChunk] = []
+        self._ended = False
+        self._cancelled = False
+        self._started = time.perf_counter()
+        self._time_to_first_token: float | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> GenerateChunk:
+        if self._ended:
+            raise StopIteration
+        try:
+            chunk = next(self._chunks)
+        except StopIteration:
+            self._ended = True
+            if self._cancelled or self._finished():
+                raise
+            raise DeploymentError(
+                PROTOCOL_ERROR,
+                "expected a finish reason with the last response, but the stream ended without "
+                "one: see the server's log",
+                self._partial(),
+            ) from None
+        except DeploymentError as error:
+            self._ended = True
+            if self._cancelled:
+                raise StopIteration from None
+            error.partial = self._partial()
+            raise
+        except BaseException:  # an interrupt in mid-read: nobody will read on
+            self.cancel()
+            raise
+        if self._time_to_first_token is None and chunk.output_ids.size:
+            self._time_to_first_token = time.perf_counter() - self._started
+        self._received.append(chunk)
+        return chunk
+
+    def cancel(self) -> None:
+        """Stops the request on the server and ends the iteration. Harmless when it has ended."""
+        if not self._ended and not self._finished():
+            self._cancelled = True
+            self._cancel()
+
+    def close(self) -> None:
+        """Cancels what still runs; a request that has finished is read to the stream's end."""
+        self.cancel()
+        if not self._cancelled:
+            for _ in self:
+                pass
+
+    def result(self) -> GenerateResult:
+        """Waits for the rest and returns the whole answer.
+
+        Of a cancelled stream it is what came, with finish reason `cancelled`.
+        """
+        for _ in self:
+            pass
+        result = join_chunks(self._received)
+        if result.finish_reason is None:
+            return replace(result, finish_reason=FinishReason.CANCELLED)
+        return result
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from sending the request to the first response with a token; None before it."""
+        return self._time_to_first_token
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(DeploymentError):
+            self.close()
+
+    def _finished(self) -> bool:
+        return bool(self._received) and self._received[-1].finish_reason is not None
+
+    def _partial(self) -> GenerateResult | None:
+        return join_chunks(self._received) if self._received else None

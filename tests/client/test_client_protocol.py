@@ -1,0 +1,146 @@
+"""What is decided without a server: requests, errors, joining, and that the client stands alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from client.protocol import (
+    DeploymentError,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    chunk_from_outputs,
+    input_tensors,
+    join_chunks,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("[invalid_argument] top_p is 2", "invalid_argument", "top_p is 2"),
+        ("[queue_full] try again in 3 s", "queue_full", "try again in 3 s"),
+        (
+            "Failed to process the request(s) for model 'm', message: [too_long] 9 > 8",
+            "too_long",
+            "9 > 8",
+        ),
+        ("[request id: 7] expected 1 inputs", "server_error", "[request id: 7] expected 1 inputs"),
+        ("unexpected shape [n] here", "server_error", "unexpected shape [n] here"),
+        ("", "server_error", "the server gave no message"),
+        ("[a] two\nlines", "a", "two\nlines"),
+    ],
+)
+def test_errors_are_read_from_the_server_s_words(text: str, code: str, message: str) -> None:
+    error = DeploymentError.from_server(text)
+    assert (error.code, error.message) == (code, message)
+    assert str(error) == f"[{code}] {message}"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({}, "exactly one"),
+        ({"text_input": "a", "input_ids": [1]}, "exactly one"),
+        ({"input_ids": [[1, 2]]}, r"shape \[n\], got int64 of shape \[1, 2\]"),
+        ({"input_ids": [0.5]}, "whole numbers"),
+        ({"input_ids": [2**31]}, "int32, got from 2147483648 to 2147483648"),
+        ({"input_ids": [1, -(2**31) - 1]}, "got from -2147483649 to 1"),
+    ],
+)
+def test_prompts_that_cannot_be_carried(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        GenerateRequest(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"top_k": 2**31}, "top_k as a whole number from -2147483648 to 2147483647"),
+        ({"seed": -1}, "seed as a whole number from 0 to 18446744073709551615, got -1"),
+        ({"max_tokens": 1.5}, "max_tokens as a whole number"),
+        ({"text_input": "ab\ud800"}, "lone surrogate at character 2"),
+    ],
+)
+def test_values_that_a_tensor_cannot_hold(values: dict[str, object], sentence: str) -> None:
+    """The server's JSON reader would wrap 2**31 around to −2**31 without a word."""
+    request = GenerateRequest(**({"text_input": "a"} | values))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=sentence):
+        input_tensors(request, stream=False)
+
+
+def test_an_empty_prompt_is_the_server_s_to_refuse() -> None:
+    request = GenerateRequest(input_ids=[])
+    tensors = {spec.name: array for spec, array in input_tensors(request, stream=True)}
+    assert tensors["input_ids"].shape == (1, 0)
+    assert tensors["input_ids"].dtype == np.int32
+
+
+def test_ids_are_not_copied_when_they_are_int32() -> None:
+    ids = np.arange(5, dtype=np.int32)
+    (spec, tensor), *_ = input_tensors(GenerateRequest(input_ids=ids), stream=True)
+    assert spec.name == "input_ids"
+    assert np.shares_memory(ids, tensor)
+
+
+def test_joining_keeps_the_last_value_of_each_field() -> None:
+    chunks = [
+        GenerateChunk("a", np.array([1], np.int32), cached_tokens=8),
+        GenerateChunk("", np.array([], np.int32)),
+        GenerateChunk("bc", np.array([2, 3], np.int32), FinishReason.STOP, 5, 3),
+    ]
+    result = join_chunks(chunks)
+    assert result.text_output == "abc"
+    assert result.output_ids.tolist() == [1, 2, 3]
+    assert result.output_ids.dtype == np.int32
+    assert result.finish_reason is FinishReason.STOP
+    assert (result.num_input_tokens, result.num_output_tokens, result.cached_tokens) == (5, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "ids"),
+    [
+        ({"output_ids": 7}, [7]),
+        ({"output_ids": [7, 8]}, [7, 8]),
+        ({"output_ids": []}, []),
+        ({}, []),
+    ],
+)
+def test_ids_in_each_form_that_the_server_writes(
+    outputs: dict[str, object], ids: list[int]
+) -> None:
+    assert chunk_from_outputs(outputs).output_ids.tolist() == ids
+
+
+def test_unknown_finish_reason() -> None:
+    with pytest.raises(
+        DeploymentError, match="stop, length, cancelled, error, got 'eof'"
+    ) as caught:
+        chunk_from_outputs({"finish_reason": b"eof"})
+    assert caught.value.code == "protocol_error"
+
+
+STANDS_ALONE = """
+import sys
+
+class Refuse:
+    names = {"torch", "engine", "plugins", "builder", "python_backend", "safetensors",
+             "tokenizers", "matplotlib"}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise AssertionError("the client imported " + name)
+        return None
+
+sys.meta_path.insert(0, Refuse())
+import client, client.cli, client.perf, client.perf_profile, client.plot
+print("alone")
+"""
+
+
+def test_the_client_stands_alone() -> None:
+    ran = subprocess.run([sys.executable, "-c", STANDS_ALONE], capture_output=True, text=True)
+    assert ran.stdout == "alone\n", ran.stderr
