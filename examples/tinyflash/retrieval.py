@@ -1,10 +1,11 @@
 """Documents with facts hidden in bland text, and questions about them.
 
 A document is an opening, filler sentences from a grammar of its own, and facts ("The access code
-for Harbor Lamp is 4729.") laid between the sentences. One fact per question is the target; the
-others are distractors: other attributes of the same entity, the same attribute of entities that
-share a word with it, and unrelated facts. No two facts share entity and attribute, so every
-question has one answer. The answer restates the fact in one form, whatever form the document used.
+for Harbor Lamp is 4729.") laid between the sentences. One fact per question is the target. The
+others distract: another attribute of the same entity, the same attribute of an entity that shares
+a word with it (one of these for each target where there is room), unrelated facts. No two facts
+share entity and attribute, so every question has one answer. The answer restates the fact in one
+form, whatever form the document used.
 
 Entities are pairs of words. One pair in eight, by a fixed hash, is held out: training never asks
 about it and never states a fact of it.
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -181,7 +183,8 @@ def document(
             f"expected room for {num_targets} facts, got {num_tokens} tokens, which hold {room}; "
             "ask for a longer document or fewer facts"
         )
-    targets = _distinct(rng, num_targets, lambda: random_fact(rng, held_out=held_out))
+    drawn = (random_fact(rng, held_out=held_out) for _ in count())
+    targets = _distinct(num_targets, drawn)
     num_facts = num_targets + 2 + int(rng.random() * (2 + num_tokens / 100))
     facts = _with_distractors(rng, targets, min(num_facts, room, MAX_FACTS), held_out)
     opening = pick(rng, _bank().openings)
@@ -235,11 +238,11 @@ def _fact_about(rng: Random, entity: str, attribute: str) -> Fact:
     return Fact(entity, attribute, str(low + int(rng.random() * 9 * low)))
 
 
-def _distinct(rng: Random, n: int, draw: Callable[[], Fact]) -> tuple[Fact, ...]:
-    """`n` facts, no two with the same entity and attribute."""
+def _distinct(n: int, draws: Iterator[Fact]) -> tuple[Fact, ...]:
+    """The first `n` facts drawn, no two with the same entity and attribute."""
     facts: dict[tuple[str, str], Fact] = {}
     while len(facts) < n:
-        fact = draw()
+        fact = next(draws)
         facts.setdefault((fact.entity, fact.attribute), fact)
     return tuple(facts.values())
 
@@ -247,28 +250,36 @@ def _distinct(rng: Random, n: int, draw: Callable[[], Fact]) -> tuple[Fact, ...]
 def _with_distractors(
     rng: Random, targets: tuple[Fact, ...], n: int, held_out: bool
 ) -> tuple[Fact, ...]:
-    """The targets and distractors, `n` facts in all; half of the distractors resemble a target."""
+    """`n` facts: the targets, one that resembles each of them, and then half and half."""
+
+    def draws() -> Iterator[Fact]:
+        yield from targets
+        for target in targets:
+            yield _resembling(rng, target, held_out)
+        while True:
+            yield _resembling(rng, pick(rng, targets), held_out)
+            yield random_fact(rng)
+
+    return _distinct(n, draws())
+
+
+def _resembling(rng: Random, target: Fact, held_out: bool) -> Fact:
+    """Another attribute of the entity, or the attribute of one that shares a word with it."""
     bank = _bank()
-    pending = list(targets)
-
-    def draw() -> Fact:
-        if pending:
-            return pending.pop()
+    first, second = target.entity.split()
+    while True:
         choice = rng.random()
-        target = pick(rng, targets)
-        first, second = target.entity.split()
-        if choice < 0.15:
-            return _fact_about(rng, target.entity, pick(rng, bank.attributes)[0])
-        if choice < 0.5:
-            near = choice < 0.32
-            entity = f"{pick(rng, bank.first) if near else first} " + (
-                second if near else pick(rng, bank.second)
-            )
-            if held_out or not is_held_out_entity(entity):
-                return _fact_about(rng, entity, target.attribute)
-        return random_fact(rng)
-
-    return _distinct(rng, n, draw)
+        if choice < 0.3:
+            attribute = pick(rng, bank.attributes)[0]
+            if attribute != target.attribute:
+                return _fact_about(rng, target.entity, attribute)
+            continue
+        if choice < 0.65:
+            entity = f"{first} {pick(rng, bank.second)}"
+        else:
+            entity = f"{pick(rng, bank.first)} {second}"
+        if entity != target.entity and (held_out or not is_held_out_entity(entity)):
+            return _fact_about(rng, entity, target.attribute)
 
 
 def _draw_sentences(rng: Random, num_tokens: int) -> list[int]:
