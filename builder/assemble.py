@@ -55,10 +55,7 @@ def build_engine(
     build.check(config)
     check_world_size(config, build.tp_size)
     check_output(output)
-    partial = output.with_name(output.name + PARTIAL_SUFFIX)
-    if partial.exists():
-        shutil.rmtree(partial)  # what an interrupted build left
-    partial.mkdir(parents=True)
+    partial = fresh_partial(output)
     tables = _write_tables(checkpoint.weights, config, source, partial, progress)
     for rank in range(build.tp_size):
         tensors = list(rank_tensors(checkpoint.weights, config, source, rank, build.tp_size))
@@ -85,6 +82,16 @@ def check_output(output: Path) -> None:
         raise ConfigError(
             f"output_dir: {output} already exists and is not empty; remove it or choose another"
         )
+
+
+def fresh_partial(output: Path) -> Path:
+    """The empty directory that becomes `output` by a rename; clears what a broken run left."""
+    whole = output.absolute()
+    partial = whole.with_name(whole.name + PARTIAL_SUFFIX)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
 
 
 def _write_tables(

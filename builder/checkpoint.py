@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from builder.layout import WeightSpec, all_weights
-from builder.presets import table_rows
-from builder.token_class import Int32Array, computed_token_class, read_token_class
+from builder.presets import check_table_rows
+from builder.token_class import (
+    Int32Array,
+    computed_token_class,
+    read_token_class,
+    read_tokenizer,
+)
 from engine.config import ConfigError, ModelConfig
 from engine.tensor_source import FLOAT_DTYPES, CheckpointError, SafetensorsSource, TensorSource
 
@@ -29,7 +34,8 @@ class Checkpoint:
 
     @staticmethod
     def open(directory: Path) -> Checkpoint:
-        """Read config.json and all headers; check every tensor's presence, dtype and shape.
+        """Read config.json and all headers; check every tensor's presence, dtype and shape, and
+        that the tokenizer, where there is one, is the model's.
 
         Raises ConfigError or CheckpointError with one sentence.
         """
@@ -38,13 +44,7 @@ class Checkpoint:
                 f"expected a checkpoint directory at {directory}, found none; check the path"
             )
         config, warnings = ModelConfig.from_file(directory / "config.json")
-        expected_rows = table_rows(config)
-        if config.engram_num_embeddings != expected_rows:
-            raise ConfigError(
-                f"engram_num_embeddings: expected {list(expected_rows)}, the sums of the primes "
-                f"from engram_vocab_size = {config.engram_vocab_size} on, got "
-                f"{list(config.engram_num_embeddings)}"
-            )
+        check_table_rows(config)
         source = SafetensorsSource(directory)
         present: list[WeightSpec] = []
         known: set[str] = set()
@@ -61,7 +61,10 @@ class Checkpoint:
             warnings.append(
                 f"{len(strange)} tensors are ignored: not part of this model, such as {strange[0]}"
             )
-        return Checkpoint(directory, config, source, tuple(present), tuple(warnings))
+        checkpoint = Checkpoint(directory, config, source, tuple(present), tuple(warnings))
+        if checkpoint.tokenizer_file is not None:
+            read_tokenizer(config, checkpoint.tokenizer_file)
+        return checkpoint
 
     @property
     def quantization(self) -> dict[str, str]:

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 from builder.checkpoint import Checkpoint
+from builder.progress import Progress
 from engine.config import ConfigError, ModelConfig
 from engine.directory import PARTIAL_SUFFIX, Engine
 from engine.network import Network, load_weights
 from engine.network.run import ForwardMode, run_forward
+from engine.tensor_source import CountedSource, total_bytes
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
-def run_forward_command(args: argparse.Namespace) -> None:
+def forward(args: argparse.Namespace) -> None:
     """Run the command; its options are those of builder/cli.py.
 
     Raises ConfigError for tokens, a hit or a path that cannot be used, before weights are read
@@ -51,20 +51,27 @@ def run_forward_command(args: argparse.Namespace) -> None:
 
 
 def _load_network(args: argparse.Namespace, tokens: npt.NDArray[np.integer[Any]]) -> Network:
-    dtype, activation_quant = DTYPES[args.dtype], not args.no_activation_quant
+    dtype, activation_quant = getattr(torch, args.dtype), not args.no_activation_quant
+    progress = Progress()
     if args.engine is not None:
         if args.token_class is not None:
             raise ConfigError("token_class: an engine has its own classes; leave the option out")
         engine = Engine.open(args.engine)
         _check_tokens(args.tokens, tokens, engine.config)
-        return Network(engine.config, engine.load_weights(dtype, activation_quant=activation_quant))
+        progress.start("loading weights", engine.weight_bytes())
+        weights = engine.load_weights(
+            dtype, activation_quant=activation_quant, advance=progress.advance
+        )
+        progress.finish()
+        return Network(engine.config, weights)
     checkpoint = Checkpoint.open(args.checkpoint_dir)
     config = checkpoint.config
     _check_tokens(args.tokens, tokens, config)
     classes, _ = checkpoint.token_class(args.token_class)
-    weights = load_weights(
-        config, checkpoint.source, classes, dtype, activation_quant=activation_quant
-    )
+    progress.start("loading weights", total_bytes(checkpoint.source))
+    source = CountedSource(checkpoint.source, progress.advance)
+    weights = load_weights(config, source, classes, dtype, activation_quant=activation_quant)
+    progress.finish()
     return Network(config, weights)
 
 

@@ -169,7 +169,12 @@ def slice_config(
     if layer_ids is not None:
         changes.update(_layer_slice(config, layer_ids))
     if engram_rows is not None:
-        changes["engram_vocab_size"] = max(engram_rows // config.engram_columns, 2)
+        if engram_rows < 2 * config.engram_columns:
+            raise ConfigError(
+                f"engram_rows: expected at least two for each of {config.engram_columns} hash "
+                f"columns, {2 * config.engram_columns}, got {engram_rows}"
+            )
+        changes["engram_vocab_size"] = engram_rows // config.engram_columns
     sliced = config.with_changes(**changes)
     if layer_ids is not None or engram_rows is not None:
         sliced = sliced.with_changes(engram_num_embeddings=table_rows(sliced))
@@ -187,6 +192,17 @@ def table_rows(config: ModelConfig) -> tuple[int, ...]:
         compressed_vocab_size=config.engram_compressed_vocab_size,
     )
     return tuple(layouts[layer].num_rows for layer in config.engram_layer_ids)
+
+
+def check_table_rows(config: ModelConfig) -> None:
+    """Raise ConfigError when the tables are not of the size that the hash reaches."""
+    expected = table_rows(config)
+    if config.engram_num_embeddings != expected:
+        raise ConfigError(
+            f"engram_num_embeddings: expected {list(expected)}, the sums of the primes from "
+            f"engram_vocab_size = {config.engram_vocab_size} on, got "
+            f"{list(config.engram_num_embeddings)}"
+        )
 
 
 def _layer_slice(config: ModelConfig, layer_ids: Sequence[int]) -> dict[str, object]:

@@ -21,16 +21,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from builder.assemble import check_output
+from builder.assemble import check_output, fresh_partial
 from builder.byte_tokenizer import byte_tokenizer, tokenizer_config
 from builder.layout import FileSpec, Init, WeightSpec, checkpoint_files
+from builder.presets import check_table_rows
 from builder.progress import Progress
-from builder.token_class import proportional_token_class
+from builder.token_class import proportional_token_class, read_tokenizer
 from engine.config import ModelConfig
 from engine.directory import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
-    PARTIAL_SUFFIX,
     TOKEN_CLASS_NAME,
     TOKENIZER_CONFIG_NAME,
     TOKENIZER_NAME,
@@ -72,11 +72,11 @@ def init_checkpoint(
     vocabulary is too small.
     """
     check_output(output)
+    check_table_rows(config)
     tokenizer = byte_tokenizer(config) if tokenizer_file is None else None
-    partial = output.with_name(output.name + PARTIAL_SUFFIX)
-    if partial.exists():
-        shutil.rmtree(partial)  # what an interrupted run left
-    partial.mkdir(parents=True)
+    if tokenizer_file is not None:
+        read_tokenizer(config, tokenizer_file)
+    partial = fresh_partial(output)
     _write_weights(config, partial, seed, format, progress)
     if tokenizer is not None:
         tokenizer.save(str(partial / TOKENIZER_NAME))

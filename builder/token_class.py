@@ -50,15 +50,25 @@ def token_classes(tokenizer: Tokenizer, vocab_size: int) -> Int32Array:
     return classes
 
 
+def read_tokenizer(config: ModelConfig, path: Path) -> Tokenizer:
+    """A tokenizer.json whose ids the model has. Raises ConfigError when it is not one."""
+    if not path.is_file():
+        raise ConfigError(f"tokenizer: expected a tokenizer.json at {path}, found none")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{path} is not a tokenizer: {error}; restore the file") from None
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise ConfigError(
+            f"{path}: expected at most vocab_size = {config.vocab_size} ids, got "
+            f"{tokenizer.get_vocab_size()}; use the tokenizer of this model"
+        )
+    return tokenizer
+
+
 def computed_token_class(config: ModelConfig, tokenizer_file: Path) -> Int32Array:
     """Classes from a tokenizer.json. Raises ConfigError when their number is not the model's."""
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(
-            f"{tokenizer_file} is not a tokenizer: {error}; restore the file"
-        ) from None
-    classes = token_classes(tokenizer, config.vocab_size)
+    classes = token_classes(read_tokenizer(config, tokenizer_file), config.vocab_size)
     count = int(classes.max()) + 1
     if count != config.engram_compressed_vocab_size:
         raise ConfigError(

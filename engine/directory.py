@@ -26,7 +26,13 @@ import torch
 from engine.config import ConfigError, ModelConfig
 from engine.manifest import FORMAT_VERSION, Advance, EngineError, Manifest
 from engine.safetensors_file import STORED_AS, TensorInfo, map_file
-from engine.tensor_source import CheckpointError, SafetensorsSource, TensorSource
+from engine.tensor_source import (
+    CheckpointError,
+    CountedSource,
+    SafetensorsSource,
+    TensorSource,
+    total_bytes,
+)
 
 if TYPE_CHECKING:
     from engine.network.weights import NetworkWeights
@@ -171,10 +177,22 @@ class Engine:
             )
         return _EngineSource(self.path, rank, self.tables)
 
+    def weight_bytes(self, rank: int = 0) -> int:
+        """Stored bytes of a rank's tensors, mapped tables included."""
+        return total_bytes(self.source(rank))
+
     def load_weights(
-        self, dtype: torch.dtype, *, rank: int = 0, activation_quant: bool = True
+        self,
+        dtype: torch.dtype,
+        *,
+        rank: int = 0,
+        activation_quant: bool = True,
+        advance: Advance = lambda _: None,
     ) -> NetworkWeights:
-        """The network's weights in `dtype`. Raises EngineError for an engine of several ranks."""
+        """The network's weights in `dtype`; `advance` gets bytes read, `weight_bytes` in all.
+
+        Raises EngineError for an engine of several ranks.
+        """
         from engine.network.load import load_weights
 
         if self.build.tp_size != 1:
@@ -184,7 +202,7 @@ class Engine:
             )
         return load_weights(
             self.config,
-            self.source(rank),
+            CountedSource(self.source(rank), advance),
             self.token_class,
             dtype,
             activation_quant=activation_quant,

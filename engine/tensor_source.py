@@ -9,7 +9,7 @@ Unquantised weights are read as they are; the stored dtype decides.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from plugins.moe import ExpertWeights
 
 __all__ = [
     "CheckpointError",
+    "CountedSource",
     "SafetensorsSource",
     "TensorInfo",
     "TensorSource",
@@ -31,6 +32,7 @@ __all__ = [
     "engram_table",
     "expert_weights",
     "linear_weight",
+    "total_bytes",
 ]
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -133,6 +135,33 @@ class SafetensorsSource:
                     "copy the shard or the index again"
                 )
             self._owner[name] = files[shard]
+
+
+class CountedSource:
+    """A source that reports the bytes of every tensor read, for a progress line."""
+
+    def __init__(self, source: TensorSource, advance: Callable[[int], None]) -> None:
+        self._source = source
+        self._advance = advance
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def names(self) -> Iterable[str]:
+        return self._source.names()
+
+    def describe(self, name: str) -> TensorInfo:
+        return self._source.describe(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._source.read(name)
+        self._advance(tensor.nbytes)
+        return tensor
+
+
+def total_bytes(source: TensorSource) -> int:
+    """Stored bytes of all tensors: what `CountedSource` reports when each is read once."""
+    return sum(source.describe(name).num_bytes for name in source.names())
 
 
 def dense(

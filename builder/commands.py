@@ -1,0 +1,118 @@
+"""What the commands of dsv41-build do with their parsed options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from builder.assemble import build_engine
+from builder.checkpoint import Checkpoint
+from builder.forward import forward
+from builder.inspection import (
+    Subject,
+    describe,
+    parse_memory,
+    render,
+    subject_of_checkpoint,
+    subject_of_config,
+    subject_of_engine,
+)
+from builder.presets import find_config, slice_config
+from builder.progress import Progress
+from builder.random_checkpoint import init_checkpoint
+from engine.config import ConfigError
+from engine.directory import BuildConfig, Engine
+from engine.manifest import EngineError
+from engine.tensor_source import CheckpointError
+
+
+def run_command(args: argparse.Namespace) -> str | None:
+    """Run `args.command`. Returns None, or the sentence that says why it could not be done."""
+    try:
+        _COMMANDS[args.command](args)
+    except (ConfigError, CheckpointError, EngineError) as error:
+        return str(error)
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        return f"cannot use{where}: {error.strerror or error}"
+    except KeyboardInterrupt:
+        return "interrupted"
+    return None
+
+
+def _engine(args: argparse.Namespace) -> None:
+    checkpoint = Checkpoint.open(args.checkpoint_dir)
+    _warn(checkpoint.warnings)
+    config = checkpoint.config
+    limit = config.max_position_embeddings
+    build = BuildConfig(
+        max_batch_size=args.max_batch_size,
+        max_num_tokens=args.max_num_tokens,
+        max_seq_len=limit if args.max_seq_len is None else args.max_seq_len,
+        tp_size=args.tp_size,
+    )
+    classes, origin = checkpoint.token_class(args.token_class)
+    options = {"checkpoint": args.checkpoint_dir.name, "token_class": origin}
+    engine = build_engine(
+        checkpoint, args.output_dir, build, classes, options=options, progress=Progress()
+    )
+    print(f"engine {engine.path}: token classes from {origin}, {args.tp_size} rank(s)")
+    if engine.tokenizer_path is None:
+        print("the checkpoint has no tokenizer.json: this engine takes and gives token ids only")
+    if args.tp_size > 1:
+        _warn(["an engine of several ranks can be inspected, but not yet run"])
+
+
+def _init(args: argparse.Namespace) -> None:
+    config, warnings = find_config(args.config)
+    _warn(warnings)
+    if args.layer_ids is not None or args.experts is not None or args.engram_rows is not None:
+        config = slice_config(
+            config,
+            layer_ids=args.layer_ids,
+            num_experts=args.experts,
+            engram_rows=args.engram_rows,
+        )
+    init_checkpoint(
+        config,
+        args.output_dir,
+        seed=args.seed,
+        format=args.format,
+        tokenizer_file=args.tokenizer,
+        progress=Progress(),
+    )
+    print(f"checkpoint {args.output_dir}: random weights, {args.format} layout, seed {args.seed}")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    memory = None if args.memory is None else parse_memory(args.memory)
+    report = describe(_subject(args), memory)
+    print(json.dumps(report) if args.json else render(report))
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    if args.engine is not None:
+        progress = Progress()
+        if args.verify:
+            progress.start("hashing", sum(path.stat().st_size for path in args.engine.glob("*")))
+        engine = Engine.open(args.engine, verify=args.verify, advance=progress.advance)
+        return subject_of_engine(engine)
+    if args.verify:
+        raise ConfigError("verify: only an engine has hashes to compare; leave the option out")
+    if args.checkpoint_dir is not None:
+        checkpoint = Checkpoint.open(args.checkpoint_dir)
+        _warn(checkpoint.warnings)
+        return subject_of_checkpoint(checkpoint)
+    config, warnings = find_config(args.config)
+    _warn(warnings)
+    return subject_of_config(args.config, config)
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+_COMMANDS = {"engine": _engine, "init": _init, "inspect": _inspect, "forward": forward}
