@@ -19,11 +19,11 @@ EFFORT_75 = (
     "Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 )
 
-Q1 = {"role": "user", "content": "q1"}
-A1 = {"role": "assistant", "content": "a1", "reasoning_content": "r1"}
-Q2 = {"role": "user", "content": "q2"}
-A2 = {"role": "assistant", "content": "a2", "reasoning_content": "r2"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"n": "é"}}}
+Q1: chat.Message = {"role": "user", "content": "q1"}
+A1: chat.Message = {"role": "assistant", "content": "a1", "reasoning_content": "r1"}
+Q2: chat.Message = {"role": "user", "content": "q2"}
+A2: chat.Message = {"role": "assistant", "content": "a2", "reasoning_content": "r2"}
+TOOL: chat.Tool = {"type": "function", "function": {"name": "f", "parameters": {"n": "é"}}}
 
 
 def call(identity: str, name: str, arguments: object) -> dict[str, object]:
@@ -84,7 +84,7 @@ def test_a_later_system_message_is_answered_like_a_user_message() -> None:
 
 
 def test_tool_calls_and_results() -> None:
-    messages = [
+    messages: list[chat.Message] = [
         Q1,
         {
             "role": "assistant",

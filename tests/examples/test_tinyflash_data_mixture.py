@@ -55,7 +55,7 @@ def test_borders_masks_and_shares(stage: Stage, seq_len: int) -> None:
                 padding += end - start
                 continue
             tokens_of[task] += int(end - start)
-            longest = max(longest, end - start)
+            longest = max(longest, int(end - start))
             assert not batch.mask[start]
             assert batch.mask[end - 1]
             text = encoder().decode(batch.tokens[start:end].tolist())
@@ -83,7 +83,8 @@ def test_sizes_without_room_are_refused() -> None:
 
 def test_speed_is_printed() -> None:
     """Not a bound: shared machines vary. The aim is 300,000 tokens/s and core."""
-    for stage, seq_len in (("short", 1024), ("long", 8192)):
+    sizes: dict[Stage, int] = {"short": 1024, "long": 8192}
+    for stage, seq_len in sizes.items():
         make_batch(0, 0, 32768, seq_len, stage)
         start = time.perf_counter()
         made = sum(len(make_batch(0, i, 32768, seq_len, stage).tokens) for i in range(1, 9))

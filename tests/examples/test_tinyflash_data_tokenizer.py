@@ -103,7 +103,7 @@ def python_class_key(token: int) -> str:
     """The class key written out again with the standard library instead of the tokenizer's."""
     text = TOKENIZER.decode([token], skip_special_tokens=False)
     if "\ufffd" in text:
-        return TOKENIZER.id_to_token(token)
+        return str(TOKENIZER.id_to_token(token))
     folded = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
     folded = "".join(c for c in folded if unicodedata.category(c) != "Mn").lower()
     for blank in "\t\r\n":
