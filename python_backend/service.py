@@ -78,6 +78,33 @@ def available_memory() -> int:
     return max(available, 0)
 
 
+@dataclass(frozen=True)
+class CheckedEngine:
+    """An engine with settings that can serve it; no weight was read. `text` None: ids only."""
+
+    engine: Engine
+    settings: ServeSettings
+    text: TextTokenizer | None
+
+    def limits(self) -> CoreLimits:
+        """Sized for the memory that is free now. Raises SettingsError when that is too little."""
+        return self.settings.resolve(self.engine.config, available_memory())
+
+
+def check(engine_dir: Path, options: Mapping[str, Any]) -> CheckedEngine:
+    """Raises EngineError, SettingsError, ConfigError or TokenizerError with one sentence."""
+    engine = Engine.open(engine_dir)
+    text = None
+    if engine.tokenizer_path is not None:
+        config = engine.config
+        text = TextTokenizer.from_file(
+            engine.tokenizer_path, config.vocab_size, config.bos_token_id
+        )
+    checked = CheckedEngine(engine, settings_for(engine, options), text)
+    checked.limits()
+    return checked
+
+
 @dataclass
 class ServedModel:
     """Owns the core's thread. `text` is None for an engine without a tokenizer."""
@@ -92,22 +119,15 @@ class ServedModel:
     def open(
         engine_dir: Path, options: Mapping[str, Any], on_progress: OnProgress = no_progress
     ) -> ServedModel:
-        """Read the engine and make the pools. Raises EngineError, SettingsError, ConfigError,
-        CheckpointError or TokenizerError (all ValueError) with one sentence."""
-        engine = Engine.open(engine_dir)
-        settings = settings_for(engine, options)
-        config = engine.config
-        settings.resolve(config, available_memory())  # refuse before minutes of loading
-        text = None
-        if engine.tokenizer_path is not None:
-            text = TextTokenizer.from_file(
-                engine.tokenizer_path, config.vocab_size, config.bos_token_id
-            )
+        """Read the engine and make the pools. Raises what `check` raises, and CheckpointError:
+        each a ValueError with one sentence."""
+        checked = check(engine_dir, options)  # before minutes of loading
+        config, settings = checked.engine.config, checked.settings
         dtype = getattr(torch, settings.dtype)
         on_progress("loading weights", 0.0)
-        network = Network(config, engine.load_weights(dtype))
+        network = Network(config, checked.engine.load_weights(dtype))
         on_progress("loading weights", 1.0)
-        limits = settings.resolve(config, available_memory())
+        limits = checked.limits()
         pools = CachePools(
             config,
             num_global_pages=limits.num_global_pages,
@@ -120,7 +140,7 @@ class ServedModel:
         )
         on_progress("making cache pools", 1.0)
         core = EngineCore(TorchExecutor(network, pools), limits)
-        return ServedModel(config, limits, core, text, _end_ids(engine))
+        return ServedModel(config, limits, core, checked.text, _end_ids(checked.engine))
 
     def start(self) -> None:
         """Serve on a thread of its own until `stop`."""

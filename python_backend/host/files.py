@@ -1,0 +1,183 @@
+"""The server's files, taken from the nvidia-pytriton package, and the environment they need.
+
+    python -m python_backend.host.files MODEL_REPOSITORY [tritonserver options]
+
+runs the plain server on a repository. Nothing is copied: the backends are links in the instance's
+folder, so a running server's files are never overwritten and its paths hold no spaces.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from python_backend.host.errors import HostError
+from python_backend.host.instances import Instance, remove_dead_instances
+
+PACKAGE = "nvidia-pytriton==0.7.0"
+# Loading it prints the version of the library that the stub would load.
+_PRINT_LIBPYTHON = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+library.Py_GetVersion.restype = ctypes.c_char_p
+print(library.Py_GetVersion().decode())
+"""
+
+
+@dataclass(frozen=True)
+class ServerFiles:
+    """Where the package keeps its parts. `find` checks that they fit this interpreter."""
+
+    binary: Path
+    backends: Path
+    caches: Path
+    stub: Path
+    libraries: Path
+
+    @staticmethod
+    def find() -> ServerFiles:
+        """Raises HostError naming what is missing on this machine."""
+        spec = importlib.util.find_spec("pytriton")
+        if spec is None or not spec.submodule_search_locations:
+            raise HostError(
+                "expected the Triton server's files in this environment, found none; install them "
+                f"with pip install --no-deps {PACKAGE}"
+            )
+        package = Path(spec.submodule_search_locations[0])
+        root = package / "tritonserver"
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        files = ServerFiles(
+            binary=root / "bin" / "tritonserver",
+            backends=root / "backends",
+            caches=root / "caches",
+            stub=root / "python_backend_stubs" / version / "triton_python_backend_stub",
+            libraries=package.parent / "nvidia_pytriton.libs",
+        )
+        for path in (files.binary, files.backends, files.stub, files.libraries):
+            if not path.exists():
+                raise HostError(
+                    f"expected {path} in the package that brings the Triton server, found none; "
+                    f"install it again with pip install --no-deps {PACKAGE}"
+                )
+        numpy = importlib.metadata.version("numpy")
+        if int(numpy.split(".")[0]) >= 2:
+            raise HostError(
+                f"expected NumPy below 2, got {numpy}: this server's Python stub crashes with it; "
+                "install numpy==1.26.4"
+            )
+        return files
+
+    def link(self, folder: Path) -> None:
+        """Make `folder`/backends and `folder`/caches of links; `folder` must not hold them yet."""
+        backend = folder / "backends" / "python"
+        backend.mkdir(parents=True)
+        for path in [*sorted((self.backends / "python").iterdir()), self.stub]:
+            (backend / path.name).symlink_to(path)
+        (folder / "caches").symlink_to(self.caches)
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment, and what the server and its stub need.
+
+        The stub finds its interpreter through PATH and must load that very interpreter's
+        libpython; it imports the code that this process runs.
+        """
+        library_path = [str(self.libraries)]
+        folder = sysconfig.get_config_var("LIBDIR")
+        if folder and (Path(folder) / libpython_name()).exists():
+            library_path.append(folder)
+        return os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+            "LD_LIBRARY_PATH": ":".join(library_path),
+            "PYTHONPATH": ":".join(
+                [str(Path(__file__).parents[2]), *_present(os.environ.get("PYTHONPATH"))]
+            ),
+        }
+
+
+def libpython_name() -> str:
+    return f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
+
+
+def check_libpython(environment: dict[str, str]) -> None:
+    """Raises HostError when the stub would find no libpython, or that of another interpreter."""
+    name = libpython_name()
+    found = subprocess.run(
+        [sys.executable, "-I", "-c", _PRINT_LIBPYTHON, name],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    package = name.removesuffix(".so.1.0")
+    if found.returncode != 0:
+        raise HostError(
+            f"expected the shared library {name} of this Python, found none; install the "
+            f"system package {package}, or use a Python built with --enable-shared"
+        )
+    version = found.stdout.strip()
+    if version != sys.version.strip():
+        raise HostError(
+            f"expected {name} of this Python ({sys.version}), found that of another ({version}); "
+            "use a Python built with --enable-shared, or the distribution's with its "
+            f"package {package}"
+        )
+
+
+def server_command(files: ServerFiles, instance: Instance, repository: Path) -> list[str]:
+    """The command without addresses. `instance.folder` must hold what `link` makes."""
+    return [
+        str(files.binary),
+        f"--model-repository={repository}",
+        f"--backend-directory={instance.folder / 'backends'}",
+        f"--cache-directory={instance.folder / 'caches'}",
+        f"--backend-config=python,shm-region-prefix-name={instance.region_prefix}",
+        "--disable-auto-complete-config",  # or the model would be imported twice
+        "--allow-gpu-metrics=false",
+        "--pinned-memory-pool-byte-size=0",
+    ]
+
+
+def run_plain_server(repository: str, options: Sequence[str]) -> None:
+    """Replace this process by the server on `repository`. Raises HostError before that.
+
+    The process keeps its id, so the instance is known as its own; the next start removes it.
+    """
+    files = ServerFiles.find()
+    environment = files.environment()
+    check_libpython(environment)
+    remove_dead_instances()
+    instance = Instance.create()
+    files.link(instance.folder)
+    models = instance.folder / "models"  # a path that the server can hand to a shell
+    models.symlink_to(Path(repository).resolve())
+    addresses = [f"--{service}-address=127.0.0.1" for service in ("http", "grpc", "metrics")]
+    command = [*server_command(files, instance, models), *addresses, "--exit-timeout-secs=10"]
+    os.execve(files.binary, [*command, *options], environment)
+
+
+def _present(value: str | None) -> list[str]:
+    return [value] if value else []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        print("expected a model repository: MODEL_REPOSITORY [options]", file=sys.stderr)
+        return 2
+    try:
+        run_plain_server(words[0], words[1:])
+    except HostError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

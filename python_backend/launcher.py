@@ -1,0 +1,110 @@
+"""dsv41-serve: check everything, start the Triton server, prove that it works, stop it cleanly.
+
+Progress and addresses go to stdout for people, JSON log lines to stderr or --log-file. Exit status
+0 after SIGTERM or SIGINT, 1 with one sentence when something cannot work or the server ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from python_backend.host.errors import HostError
+from python_backend.host.files import ServerFiles
+from python_backend.host.instances import remove_dead_instances
+from python_backend.host.options import ServeOptions, read_options
+from python_backend.host.process import ServerProcess
+from python_backend.host.repository import MODEL_NAME
+
+_POLL_SECONDS = 0.2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        options = read_options(arguments)
+        return _serve(options)
+    except (ValueError, OSError) as error:  # every refusal of ours is a ValueError
+        print(f"dsv41-serve: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(options: ServeOptions) -> int:
+    stop_asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop_asked.set())
+    started = time.monotonic()
+    for removed in remove_dead_instances():
+        _say(f"removed {removed}, left behind by a server that died")
+    ServerFiles.find()
+    options.addresses.check_free()
+    _check_engine(options)
+    core_failed = threading.Event()
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "load_progress":
+            _say(f"{event['stage']}: {event['share']:.0%}")
+        elif event["event"] == "core_failed":
+            core_failed.set()
+
+    with contextlib.ExitStack() as stack:
+        log = sys.stderr
+        if options.log_file is not None:
+            log = stack.enter_context(options.log_file.open("a", encoding="utf-8"))
+        server = ServerProcess.start(
+            options.addresses,
+            options.model_parameters(),
+            drain_seconds=options.drain_seconds,
+            log=log,
+            on_event=on_event,
+        )
+        try:
+            if server.wait_until_ready(stop_asked.is_set):
+                _say_ready(options, time.monotonic() - started)
+            while not stop_asked.wait(_POLL_SECONDS):
+                reason = "the serving core failed" if core_failed.is_set() else server.failure()
+                if reason is not None:
+                    raise HostError(reason)
+            _say("stopping: running requests may end, new ones are refused")
+            server.stop()
+        finally:
+            server.kill()
+    _say("stopped")
+    return 0
+
+
+def _check_engine(options: ServeOptions) -> None:
+    """Everything that can be known before the server starts, so that it is said at once."""
+    # The numerical library loads here and takes seconds, so what is cheap was checked before.
+    from python_backend.service import check
+
+    _say(f"checking {options.engine}")
+    checked = check(options.engine, options.settings)
+    config, limits = checked.engine.config, checked.limits()
+    _say(
+        f"engine with {config.num_hidden_layers} layers; up to {limits.max_batch_size} requests at "
+        f"once, {limits.max_seq_len} tokens each; caches of "
+        f"{(limits.num_global_pages - 1) * limits.global_page_tokens} tokens"
+    )
+    if checked.text is None:
+        _say("the engine has no tokenizer.json: it takes and gives token ids only")
+
+
+def _say_ready(options: ServeOptions, seconds: float) -> None:
+    http, grpc = options.addresses.url("http"), options.addresses.url("grpc")
+    _say(f"ready after {seconds:.1f} s: one token was made")
+    _say(f"  HTTP     http://{http}/v2/models/{MODEL_NAME}/generate_stream")
+    _say(f"  gRPC     {grpc}, model {MODEL_NAME}")
+    _say(f"  metrics  http://{options.addresses.url('metrics')}/metrics")
+
+
+def _say(sentence: str) -> None:
+    print(f"dsv41-serve: {sentence}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
