@@ -14,8 +14,8 @@ class ContiguousCache:
     """Plain values of `dtype`; with `quantize` every written row carries its record's rounding.
 
     Holds positions 0 … max_length − 1 of `num_requests` requests. Writing and reading keep the
-    autograd graph, so a training step may run through a cache made for it (with `quantize` off:
-    rounding has no gradient).
+    autograd graph (rounding passes gradients straight through), so a training step may run
+    through a cache made for it.
     """
 
     def __init__(
@@ -33,7 +33,6 @@ class ContiguousCache:
         self._max_length = max_length
         self._dtype = dtype
         self._device = device
-        self.quantize = quantize
         self._window_layout = window_record(config.head_dim) if quantize else None
         self._main_layout = main_record(config.head_dim) if quantize else None
         self._index_layout = index_record(config.index_head_dim) if quantize else None

@@ -48,7 +48,6 @@ class CachePools:
         self.config = config
         self.global_page_tokens = global_page_tokens
         self.window_page_rows = window_page_rows
-        self.quantize = quantize
         self.window_layout = window_record(config.head_dim) if quantize else None
         self.index_layout = index_record(config.index_head_dim) if quantize else None
         self._main_layout = main_record(config.head_dim) if quantize else None

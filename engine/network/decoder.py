@@ -39,6 +39,8 @@ class Decoder:
     def run(self, batch: RaggedBatch, cache: CacheView, residual: Residual) -> DecoderOutput:
         """`residual` [Td, …]: the encoder's output for `batch.decoder_rows`; writes windows."""
         config = self._config
+        if residual.streams.shape[0] == 0:
+            return self._nothing(residual)  # a chunk that ends below every decoder floor
         rows = SegmentRows.of_decoder(batch, cache, config)
         published: Selection | None = None
         features = []
@@ -68,6 +70,14 @@ class Decoder:
         head = self._weights.head
         logits = linear(h.to(head.value.dtype), head)
         return DecoderOutput(logits, torch.cat(features, dim=-1))
+
+    def _nothing(self, residual: Residual) -> DecoderOutput:
+        head = self._weights.head.value
+        targets = len(self._config.dspark_target_layer_ids)
+        return DecoderOutput(
+            head.new_zeros(0, head.shape[0]),
+            residual.streams.new_zeros(0, targets * self._config.hidden_size),
+        )
 
 
 def _stream_mean(streams: torch.Tensor) -> torch.Tensor:

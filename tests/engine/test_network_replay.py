@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ragged import PoisonedPages, Timeline, poison, run_alone, step
+from ragged import PoisonedPages, Timeline, make_batch, poison, run_alone, step
 
+from engine.contiguous_cache import ContiguousCache
 from engine.network import Network
 from engine.network.run import ForwardMode, run_forward
 from engine.paged_cache import CachePools
@@ -243,6 +244,17 @@ def test_absolute_tail_does_not_depend_on_chunks_and_neither_does_decoding(
     best = got.topk(2).values
     gap = golden["greedy_from_20_replay_gap"][:6]
     assert (best[:, 0] - best[:, 1] - gap).abs().max() < 1e-9
+
+
+def test_a_chunk_below_every_decoder_floor_gives_no_rows(
+    network64: Network, tokens: list[int]
+) -> None:
+    batch = make_batch(network64.config, [Timeline(tokens, decoder_floor=53)], [40])
+    cache = ContiguousCache(network64.config, 1, LENGTH, torch.float64, quantize=True)
+    with torch.no_grad():
+        output = network64.forward(batch, cache)
+    assert output.logits.shape == (0, 512)
+    assert output.draft_features.shape == (0, 256)
 
 
 @pytest.mark.parametrize(
