@@ -161,6 +161,9 @@ def _perf(arguments: argparse.Namespace) -> int:
         seed=secrets.randbits(32) if arguments.seed is None else arguments.seed,
     )
     levels = perf.parse_concurrency(arguments.concurrency)
+    for path in (arguments.json, arguments.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"expected an existing folder for {path}, got none: make it first")
     if arguments.plot:
         require_matplotlib()
     show = _Progress()
@@ -181,13 +184,13 @@ def _perf(arguments: argparse.Namespace) -> int:
                 last=True,
             )
         report = json.dumps(perf.report(client, workload, measured))
+    print(perf.table(measured))
+    print(report)
+    if arguments.json:
+        arguments.json.write_text(report + "\n")
     if arguments.plot:
         title = f"{arguments.model}: {workload.input_tokens} in, {workload.output_tokens} out"
         plot(measured, arguments.plot, title)
-    if arguments.json:
-        arguments.json.write_text(report + "\n")
-    print(perf.table(measured))
-    print(report)
     return OK
 
 

@@ -18,10 +18,8 @@ from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from client.health import probe
 from client.protocol import (
-    CANCELLED,
     DEADLINE_EXCEEDED,
     DEFAULT_MODEL,
-    INVALID_ARGUMENT,
     UNAVAILABLE,
     DeploymentError,
     GenerateChunk,
@@ -150,11 +148,7 @@ class GrpcClient:
             )
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeploymentError(DEADLINE_EXCEEDED, "the time limit passed before the answer")
-        known = {
-            grpc.StatusCode.CANCELLED: CANCELLED,
-            grpc.StatusCode.INVALID_ARGUMENT: INVALID_ARGUMENT,
-        }
-        return DeploymentError.from_server(details, known.get(code, code.name.lower()))
+        return DeploymentError.from_server(details, code.name.lower())
 
 
 def _outputs(answer: Any) -> dict[str, Any]:

@@ -24,7 +24,6 @@ DEFAULT_MODEL = "deepseek_v41"
 INVALID_ARGUMENT = "invalid_argument"
 UNAVAILABLE = "unavailable"
 DEADLINE_EXCEEDED = "deadline_exceeded"
-CANCELLED = "cancelled"
 PROTOCOL_ERROR = "protocol_error"
 SERVER_ERROR = "server_error"
 

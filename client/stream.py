@@ -35,6 +35,7 @@ class GenerateStream(Iterator[GenerateChunk]):
         self._received: list[GenerateChunk] = []
         self._ended = False
         self._cancelled = False
+        self._failure: DeploymentError | None = None
         self._started = time.perf_counter()
         self._time_to_first_token: float | None = None
 
@@ -50,18 +51,16 @@ class GenerateStream(Iterator[GenerateChunk]):
             self._ended = True
             if self._cancelled or self._finished():
                 raise
-            raise DeploymentError(
-                PROTOCOL_ERROR,
+            message = (
                 "expected a finish reason with the last response, but the stream ended without "
-                "one: see the server's log",
-                self._partial(),
-            ) from None
+                "one: see the server's log"
+            )
+            raise self._failed(DeploymentError(PROTOCOL_ERROR, message)) from None
         except DeploymentError as error:
             self._ended = True
             if self._cancelled:
                 raise StopIteration from None
-            error.partial = self._partial()
-            raise
+            raise self._failed(error) from None
         except BaseException:  # an interrupt in mid-read: nobody will read on
             self.cancel()
             raise
@@ -86,10 +85,13 @@ class GenerateStream(Iterator[GenerateChunk]):
     def result(self) -> GenerateResult:
         """Waits for the rest and returns the whole answer.
 
-        Of a cancelled stream it is what came, with finish reason `cancelled`.
+        Of a cancelled stream it is what came, with finish reason `cancelled`. Of a stream that
+        failed it raises the error again.
         """
         for _ in self:
             pass
+        if self._failure is not None:
+            raise self._failure
         result = join_chunks(self._received)
         if result.finish_reason is None:
             return replace(result, finish_reason=FinishReason.CANCELLED)
@@ -118,5 +120,7 @@ class GenerateStream(Iterator[GenerateChunk]):
     def _finished(self) -> bool:
         return bool(self._received) and self._received[-1].finish_reason is not None
 
-    def _partial(self) -> GenerateResult | None:
-        return join_chunks(self._received) if self._received else None
+    def _failed(self, error: DeploymentError) -> DeploymentError:
+        error.partial = join_chunks(self._received) if self._received else None
+        self._failure = error
+        return error

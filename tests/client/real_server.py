@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parent / "fixture_repository"
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURE_REPOSITORY = Path(__file__).parent / "fixture_repository"
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 
@@ -28,13 +30,15 @@ class Server:
     grpc: str
     metrics: str
 
-    def tokens_made(self) -> int:
-        """The echo model's own count, read from the server's metrics page."""
+    def metric(self, name: str) -> float:
+        """The sum of one metric over its labels, read from the server's metrics page."""
         with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=5) as page:
-            for line in page.read().decode().splitlines():
-                if line.startswith("fixture_tokens_total"):
-                    return int(float(line.split()[-1]))
-        return 0
+            lines = page.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line))
+
+    def tokens_made(self) -> float:
+        """The echo model's own count."""
+        return self.metric("fixture_tokens_total")
 
 
 def free_address() -> str:
@@ -65,11 +69,11 @@ def _backends(folder: Path) -> Path:
     return folder / "backends"
 
 
-def _command(server: Server, backends: Path) -> list[str]:
+def _command(server: Server, repository: Path, backends: Path) -> list[str]:
     package = Path(sysconfig.get_path("purelib")) / "pytriton" / "tritonserver"
     command = [
         str(package / "bin" / "tritonserver"),
-        f"--model-repository={REPOSITORY}",
+        f"--model-repository={repository}",
         f"--backend-directory={backends}",
         "--allow-gpu-metrics=false",
         "--pinned-memory-pool-byte-size=0",
@@ -86,6 +90,7 @@ def _environment() -> dict[str, str]:
     libraries = Path(sysconfig.get_path("purelib")) / "nvidia_pytriton.libs"
     return os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
         "LD_LIBRARY_PATH": f"{libraries}:{sysconfig.get_config_var('LIBDIR')}",
     }
 
@@ -103,13 +108,13 @@ def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: Pat
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Server]:
+def running(folder: Path, repository: Path = FIXTURE_REPOSITORY) -> Iterator[Server]:
     """The server on free ports, ready; `folder` takes its links and log. Stops cleanly at exit."""
     log = folder / "log"
     server = Server(free_address(), free_address(), free_address())
     with log.open("wb") as output:
         process = subprocess.Popen(
-            _command(server, _backends(folder)),
+            _command(server, repository, _backends(folder)),
             env=_environment(),
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -162,6 +162,8 @@ def test_error_in_mid_stream_keeps_what_came_before(client: Client) -> None:
     assert caught.value.partial is not None
     assert caught.value.partial.text_output == "ABA"
     assert caught.value.partial.output_ids.tolist() == [65, 66, 65]
+    with pytest.raises(DeploymentError, match="after three tokens"):
+        stream.result()
 
 
 def test_status_200_with_an_error_body_raises(server: Server) -> None:
