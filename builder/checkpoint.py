@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from builder.token_class import (
     read_tokenizer,
 )
 from engine.config import ConfigError, ModelConfig
+from engine.directory import GENERATION_CONFIG_NAME, TOKENIZER_CONFIG_NAME
+from engine.manifest import MANIFEST_NAME
 from engine.tensor_source import FLOAT_DTYPES, CheckpointError, SafetensorsSource, TensorSource
 
 # Tensors of the released files that belong to the vision tower.
@@ -43,6 +46,10 @@ class Checkpoint:
             raise CheckpointError(
                 f"expected a checkpoint directory at {directory}, found none; check the path"
             )
+        if (directory / MANIFEST_NAME).is_file():
+            raise CheckpointError(
+                f"{directory} is an engine, expected a checkpoint; give it with --engine"
+            )
         config, warnings = ModelConfig.from_file(directory / "config.json")
         check_table_rows(config)
         source = SafetensorsSource(directory)
@@ -64,6 +71,8 @@ class Checkpoint:
         checkpoint = Checkpoint(directory, config, source, tuple(present), tuple(warnings))
         if checkpoint.tokenizer_file is not None:
             read_tokenizer(config, checkpoint.tokenizer_file)
+        for name in (TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
+            _check_json(directory / name)
         return checkpoint
 
     @property
@@ -99,6 +108,18 @@ class Checkpoint:
             f"expected token_class.npy or tokenizer.json in {self.directory}, found neither; "
             "give the Engram classes with --token-class"
         )
+
+
+def _check_json(path: Path) -> None:
+    """Raise CheckpointError when the file is there and is not a JSON object."""
+    if not path.is_file():
+        return
+    try:
+        value = json.loads(path.read_text())
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object; restore or remove the file")
 
 
 def check_weight(weight: WeightSpec, source: TensorSource) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ class ModelConfig:
                 f"expected a model configuration at {path}, found none; "
                 "point at a directory that holds config.json"
             ) from None
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"expected JSON in {path}, but {error}; restore the file") from None
         return ModelConfig.from_dict(raw)
 

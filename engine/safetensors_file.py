@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, TypeGuard
 
 import torch
 
@@ -120,20 +120,20 @@ class SafetensorsFile:
     def _check_entries(self, header: Mapping[str, object], data_bytes: int) -> None:
         spans: list[tuple[int, int, str]] = []
         for name, entry in header.items():
-            try:
-                assert isinstance(entry, dict)
-                dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-                begin, end = (int(n) for n in entry["data_offsets"])
-            except (AssertionError, KeyError, TypeError, ValueError):
+            fields = entry if isinstance(entry, dict) else {}
+            dtype, shape = fields.get("dtype"), fields.get("shape")
+            offsets = fields.get("data_offsets")
+            if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets, 2):
                 raise CheckpointError(
                     f"{self.path} has a damaged header entry for {name}; copy the file again"
-                ) from None
+                )
+            begin, end = offsets
             if dtype not in STORED_AS:
                 raise CheckpointError(
                     f"{self.path} stores {name} as {dtype}, which is not one of "
                     f"{', '.join(STORED_AS)}; convert the checkpoint"
                 )
-            info = TensorInfo(dtype, shape)
+            info = TensorInfo(dtype, tuple(shape))
             if end - begin != info.num_bytes:
                 raise CheckpointError(
                     f"{self.path} gives {name} {end - begin} bytes where {info} takes "
@@ -154,6 +154,15 @@ class SafetensorsFile:
                 f"{self.path} is {relation}: expected {expected} bytes of tensors, found "
                 f"{data_bytes}; copy the file again"
             )
+
+
+def _naturals(values: object, count: int | None = None) -> TypeGuard[list[int]]:
+    """Whether `values` is a list of integers from 0 on, `count` of them."""
+    return (
+        isinstance(values, list)
+        and (count is None or len(values) == count)
+        and all(type(value) is int and value >= 0 for value in values)
+    )
 
 
 def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, object], int]:

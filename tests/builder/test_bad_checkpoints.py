@@ -241,6 +241,25 @@ def test_tokenizer_of_another_model(checkpoint: Path, refused: Refused) -> None:
     refused("tokenizer.json", "not a tokenizer")
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_damaged_companion(checkpoint: Path, refused: Refused, name: str, text: str) -> None:
+    (checkpoint / name).write_bytes(text.encode(errors="surrogateescape"))
+    refused(name, "JSON")
+
+
+def test_engine_given_as_checkpoint(
+    released_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "--checkpoint", str(released_engine)]) == 1
+    assert "--engine" in capsys.readouterr().err
+
+
+def test_configuration_that_is_not_text(checkpoint: Path, refused: Refused) -> None:
+    (checkpoint / "config.json").write_bytes(b"\xff\xfe{")
+    refused("config.json", "JSON")
+
+
 def test_sliced_checkpoint_runs(tmp_path: Path) -> None:
     """A slice made by init is a whole model: it becomes an engine and runs."""
     checkpoint, engine, out = tmp_path / "ckpt", tmp_path / "engine", tmp_path / "out.safetensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from builder.cli import main
 from builder.inspection import describe, parse_memory, subject_of_config
 from builder.presets import FULL
+from builder.progress import Progress
 from engine.config import ConfigError
 
 PUBLISHED_BYTES = 510_286_023_000
@@ -93,6 +95,35 @@ def test_engine_as_json(released_engine: Path, capsys: pytest.CaptureFixture[str
     assert report["cache"]["global_bytes_per_token"] == (1 / 2 + 1 / 2 + 1) * (36 + 17)
     assert report["capacity"]["memory_bytes"] == GIB
     assert report["quantization"]["experts"] == "fp4"
+
+
+def test_engine_of_two_ranks(
+    released_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Replicated weights count once per rank, tables once."""
+    out = tmp_path / "two"
+    assert main(["engine", "--checkpoint", str(released_dir), "--output_dir", str(out),
+                 "--tp-size", "2"]) == 0  # fmt: skip
+    capsys.readouterr()
+    assert main(["inspect", "--engine", str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    data = 0
+    for rank in range(2):
+        content = (out / f"rank{rank}.safetensors").read_bytes()
+        data += len(content) - 8 - int.from_bytes(content[:8], "little")
+    assert report["total_bytes"] == data + (660 + 864) * 33
+
+
+def test_progress_tells_share_and_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 3.5, 4.0, 4.0, 4.0])
+    monkeypatch.setattr("builder.progress.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    progress = Progress(stream)
+    progress.start("hashing", 4 << 20)
+    progress.advance(1 << 20)  # at 1 s: too early for a line
+    assert stream.getvalue() == ""
+    progress.advance(1 << 20)
+    assert "hashing:  50% of 4 MiB" in stream.getvalue()
 
 
 def test_text_for_people(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
