@@ -10,6 +10,7 @@ largest value 448; E2M1, largest value 6; E8M0, a bare power of two 2^(byte − 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,11 @@ def _nibble_pairs() -> torch.Tensor:
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1)
 
 
+def _bit_pattern(value: float, mantissa: int) -> int:
+    """The bits of a positive float64 or float32, by its number of mantissa bits."""
+    return int.from_bytes(struct.pack(">d" if mantissa == 52 else ">f", value), "big")
+
+
 def ceil_scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
     """E8M0 byte of the smallest power of two s with largest·s ≥ amax; uint8, shape of `amax`.
 
@@ -114,11 +120,11 @@ def ceil_scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
     """
     integer, mantissa, bias = _BITS[amax.dtype]
     bits = amax.view(integer)
-    limit = torch.tensor(largest, dtype=amax.dtype).view(integer).item()
+    limit = _bit_pattern(largest, mantissa)
     fraction_mask = (1 << mantissa) - 1
     exponent = bits.bitwise_right_shift(mantissa)
-    above = bits.bitwise_and(fraction_mask) > int(limit) & fraction_mask
-    byte = exponent - (int(limit) >> mantissa) + above + E8M0_BIAS
+    above = bits.bitwise_and(fraction_mask) > limit & fraction_mask
+    byte = exponent - (limit >> mantissa) + above + E8M0_BIAS
     byte = byte.clamp_(0, E8M0_NAN - 1)
     return byte.masked_fill_(exponent == 2 * bias + 1, E8M0_NAN).to(torch.uint8)
 

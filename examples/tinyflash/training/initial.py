@@ -1,0 +1,71 @@
+"""The model that is trained: its configuration and its initial weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from builder.layout import WeightSpec, all_weights
+from builder.token_class import token_classes
+from engine.config import ModelConfig
+from engine.network.load import load_weights
+from engine.network.weights import NetworkWeights
+from engine.safetensors_file import TensorInfo
+from examples.tinyflash.tokenizer import TOKENIZER_FILE
+
+CONFIG_FILE = Path(__file__).parent.parent / "config.json"
+
+
+@lru_cache
+def model_config() -> ModelConfig:
+    return ModelConfig.from_dict(json.loads(CONFIG_FILE.read_text()))[0]
+
+
+class InitialTensors:
+    """A tensor source that draws each tensor when asked for it."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self._specs = {spec.name: spec for spec in all_weights(config)}
+        self._generator = torch.Generator().manual_seed(seed)
+        self._layers = config.num_hidden_layers
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._specs
+
+    def names(self) -> Iterable[str]:
+        return self._specs
+
+    def describe(self, name: str) -> TensorInfo:
+        return TensorInfo("F32", self._specs[name].shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        spec = self._specs[name]
+        if name.endswith(("gate.bias", "gate.bias_vl", "attn_sink", "_base")):
+            return torch.zeros(spec.shape)
+        if name.endswith("_scale"):
+            return torch.full(spec.shape, 0.5)
+        if "norm" in name or name.endswith(("q_weight", "k_weight")):
+            return torch.ones(spec.shape)
+        return torch.randn(spec.shape, generator=self._generator) * self._std(spec)
+
+    def _std(self, spec: WeightSpec) -> float:
+        if spec.name.endswith("embed.weight"):
+            return 0.5 if "engram" not in spec.name else 0.02
+        std = 1.0 / math.sqrt(spec.shape[-1])
+        # What is added to the streams starts small.
+        writes = spec.name.endswith(("wo_b.weight", "w2.weight"))
+        return std / math.sqrt(2 * self._layers) if writes else std
+
+
+def initial_weights(config: ModelConfig, seed: int) -> NetworkWeights:
+    """Random float32 weights; a function of the seed."""
+    tokenizer = Tokenizer.from_file(str(TOKENIZER_FILE))
+    classes = token_classes(tokenizer, config.vocab_size).astype(np.int64)
+    return load_weights(config, InitialTensors(config, seed), classes, torch.float32)
