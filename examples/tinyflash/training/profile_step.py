@@ -21,7 +21,7 @@ for start in (0, 500, 900):
     if start == 900:
         trainer.parameters.refresh_rounding()
     times = []
-    for i in range(5):
+    for _ in range(5):
         batch = _draw(trainer.plan, trainer.step)
         torch.cuda.synchronize()
         t = time.time()
