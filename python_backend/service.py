@@ -35,6 +35,7 @@ from python_backend.text.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
+_PROGRESS_STEPS = 20
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
@@ -124,9 +125,8 @@ class ServedModel:
         checked = check(engine_dir, options)  # before minutes of loading
         config, settings = checked.engine.config, checked.settings
         dtype = getattr(torch, settings.dtype)
-        on_progress("loading weights", 0.0)
-        network = Network(config, checked.engine.load_weights(dtype))
-        on_progress("loading weights", 1.0)
+        advance = _share_of(checked.engine.weight_bytes(), "loading weights", on_progress)
+        network = Network(config, checked.engine.load_weights(dtype, advance=advance))
         limits = checked.limits()
         pools = CachePools(
             config,
@@ -184,6 +184,21 @@ class ServedModel:
             self.core.run()
         except Exception:  # every request was told; new ones are refused from now on
             logger.exception("core_failed")
+
+
+def _share_of(total: int, stage: str, on_progress: OnProgress) -> Callable[[int], None]:
+    """Bytes to shares of `total`, told at most twenty times."""
+    done, told = 0, 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done, told
+        done += num_bytes
+        step = _PROGRESS_STEPS * done // max(total, 1)
+        if step > told:
+            told = step
+            on_progress(stage, step / _PROGRESS_STEPS)
+
+    return advance
 
 
 def _end_ids(engine: Engine) -> frozenset[int]:

@@ -6,6 +6,7 @@ kept, because they say why a server ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -52,8 +53,10 @@ class ServerOutput:
             else:
                 self._on_event(event)
             if event is not None:
-                self._log.write(json.dumps(event, ensure_ascii=False) + "\n")
-                self._log.flush()
+                # A full disk costs log lines; not reading on would stop the server.
+                with contextlib.suppress(OSError):
+                    self._log.write(json.dumps(event, ensure_ascii=False) + "\n")
+                    self._log.flush()
 
     def _server_event(self, line: str) -> dict[str, Any] | None:
         match = _SERVER_LINE.match(line)

@@ -27,7 +27,7 @@ from python_backend.host.instances import Instance
 from python_backend.host.output import ServerOutput
 from python_backend.host.repository import MODEL_NAME, write_repository
 
-EXIT_SECONDS = 5  # the server's wait for connections that clients keep open without a request
+EXIT_SECONDS = 2  # the server's wait for connections that clients keep open without a request
 _KILL_SECONDS = 15.0
 _POLL_SECONDS = 0.1
 _UNLOAD_HEADER = "dsv41-serve"

@@ -1,0 +1,295 @@
+"""dsv41-serve as its users run it: a process with ports, two protocols, a log, and an end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+from safetensors.numpy import load_file
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "tests" / "vectors" / "tiny"
+GOLDEN = load_file(TINY / "golden_quant.safetensors")
+PROMPT: list[int] = GOLDEN["tokens"][:20].tolist()
+MODEL = "deepseek_v41"
+START_SECONDS = 120.0
+STOP_SECONDS = 45.0
+DATATYPES = {"text_input": "BYTES", "stop_words": "BYTES", "stream": "BOOL", "seed": "UINT64",
+             "temperature": "FP32", "top_p": "FP32"}  # fmt: skip
+DTYPES = {"BOOL": np.bool_, "UINT64": np.uint64, "FP32": np.float32, "INT32": np.int32}
+
+
+class RefusedError(Exception):
+    """What the server answered instead of a response."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now: taken together, so that they differ."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def shared_memory() -> set[str]:
+    """Names of the shared-memory regions of our servers on this machine."""
+    return {path.name for path in Path("/dev/shm").glob("dsv41-*")}
+
+
+class Deployment:
+    """One dsv41-serve process on free ports."""
+
+    def __init__(
+        self,
+        engine: Path,
+        *options: str,
+        root: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.http, self.grpc, self.metrics = free_ports(3)
+        ports = [f"--http-port={self.http}", f"--grpc_port={self.grpc}"]
+        self.process = subprocess.Popen(
+            [
+                *(str(root / ".venv" / "bin" / "python"), "-m", "python_backend.launcher"),
+                *("--engine", str(engine), *ports, f"--metrics-port={self.metrics}", *options),
+            ],
+            cwd=root,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.said: list[str] = []
+        self.logged: list[dict[str, Any] | str] = []
+        assert self.process.stdout
+        assert self.process.stderr
+        self._readers = [
+            threading.Thread(target=self._read, args=(pipe, keep), daemon=True)
+            for pipe, keep in (
+                (self.process.stdout, self.said.append),
+                (self.process.stderr, lambda line: self.logged.append(_parsed(line))),
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @staticmethod
+    def _read(pipe: Any, keep: Any) -> None:
+        for line in pipe:
+            keep(line.rstrip("\n"))
+
+    def wait_until_ready(self) -> Deployment:
+        deadline = time.monotonic() + START_SECONDS
+        while not any("ready after" in line for line in self.said):
+            assert self.process.poll() is None, self.everything()
+            assert time.monotonic() < deadline, self.everything()
+            time.sleep(0.05)
+        return self
+
+    def wait(self) -> int:
+        """The exit status, once everything that was written has been read."""
+        status = self.process.wait(STOP_SECONDS)
+        for reader in self._readers:
+            reader.join(10)
+        return status
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def end(self) -> None:
+        """For a fixture: whatever state the process is in."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                for child in [*psutil.Process(self.process.pid).children(recursive=True)]:
+                    child.kill()
+                self.process.kill()
+        self.wait()
+
+    def everything(self) -> str:
+        return "\n".join([*self.said, *map(str, self.logged[-30:])])
+
+    def child(self, name: str) -> psutil.Process:
+        """The one process below the launcher whose program has this name."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        (found,) = [child for child in children if Path(child.cmdline()[0]).name == name]
+        return found
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in self.logged if isinstance(e, dict) and e["event"] == name]
+
+    def gauges(self) -> dict[str, float]:
+        """Our gauges, by "name label": pages used and requests."""
+        body = get(self.metrics, "/metrics")[1].decode()
+        found = re.findall(r'^dsv41_(\w+)\{\w+="(\w+)"\} (\S+)$', body, flags=re.MULTILINE)
+        return {f"{name} {label}": float(value) for name, label, value in found}
+
+    def is_empty(self) -> bool:
+        values = self.gauges()
+        assert len(values) == 4, values
+        return not any(values.values())
+
+    def seconds_until_empty(self, limit: float) -> float:
+        """Until no page and no request is held; `limit` when that does not happen before."""
+        started = time.monotonic()
+        while not self.is_empty() and time.monotonic() - started < limit:
+            time.sleep(0.02)
+        return time.monotonic() - started
+
+    def generate(self, **values: Any) -> dict[str, Any]:
+        """HTTP generate: the one JSON object. Raises RefusedError with status and message."""
+        status, body = post(self.http, f"/v2/models/{MODEL}/generate", values)
+        answer: dict[str, Any] = json.loads(body)
+        if "error" in answer:
+            raise RefusedError(f"{status} {answer['error']}")
+        return answer
+
+    def sse(self, **values: Any) -> Iterator[dict[str, Any]]:
+        """HTTP generate_stream: the JSON objects as they come."""
+        with EventStream(self.http, values) as events:
+            yield from events
+
+    def stream(self, request_id: str = "", **values: Any) -> GrpcStream:
+        return GrpcStream(self.grpc, request_id, values)
+
+
+class EventStream:
+    """One generate_stream connection; leaving the `with` block closes it."""
+
+    def __init__(self, port: int, values: dict[str, Any]) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._connection.request("POST", f"/v2/models/{MODEL}/generate_stream", json.dumps(values))
+        self._response = self._connection.getresponse()
+        self.status = self._response.status
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._response.close()
+        self._connection.close()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for line in self._response:
+            if line.strip():
+                yield json.loads(line.removeprefix(b"data: "))
+
+
+class GrpcStream:
+    """One ModelStreamInfer call: outputs by name as they come, RefusedError for an error."""
+
+    def __init__(self, port: int, request_id: str, values: dict[str, Any]) -> None:
+        request = service_pb2.ModelInferRequest(model_name=MODEL, id=request_id)
+        for name, value in values.items():
+            add_tensor(request, name, value)
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests.put(request)
+        self._requests.put(None)
+        self._call = stub.ModelStreamInfer(iter(self._requests.get, None), timeout=60)
+        self.finals: list[bool] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for answer in self._call:
+            if answer.error_message:
+                raise RefusedError(answer.error_message)
+            response = answer.infer_response
+            self.finals.append(response.parameters["triton_final_response"].bool_param)
+            yield {
+                tensor.name: (
+                    deserialize_bytes_tensor(raw)[0].decode()
+                    if tensor.datatype == "BYTES"
+                    else np.frombuffer(raw, np.int32).tolist()
+                )
+                for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+            }
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def add_tensor(request: Any, name: str, value: Any) -> None:
+    """`value` as a [1, n] tensor; an ndarray goes as it is."""
+    datatype = DATATYPES.get(name, "INT32")
+    if isinstance(value, np.ndarray):
+        array = value
+    elif datatype == "BYTES":
+        array = np.atleast_1d(np.array(value, dtype=np.object_))[None]
+    else:
+        array = np.atleast_1d(np.array(value, dtype=DTYPES[datatype]))[None]
+    request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+    raw = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
+    request.raw_input_contents.append(raw)
+
+
+def joined(chunks: list[dict[str, Any]]) -> tuple[str, list[int]]:
+    """Text and ids of streamed deltas; JSON shows a vector of one as a number."""
+    ids = [id for chunk in chunks for id in np.atleast_1d(chunk["output_ids"]).tolist()]
+    return "".join(chunk["text_output"] for chunk in chunks), ids
+
+
+def get(port: int, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    try:
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def post(port: int, path: str, values: dict[str, Any]) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", path, json.dumps(values))
+    response = connection.getresponse()
+    try:
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _parsed(line: str) -> dict[str, Any] | str:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return line
+    return event if isinstance(event, dict) else line
+
+
+def launch(*arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """dsv41-serve with arguments that it refuses: exit status and everything it wrote."""
+    found = subprocess.run(
+        [sys.executable, "-m", "python_backend.launcher", *arguments],
+        cwd=ROOT,
+        env=os.environ | dict(environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return found.returncode, found.stdout + found.stderr

@@ -1,0 +1,193 @@
+"""The life of a server: start-up refusals, exact replay, stops, deaths and what they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.server.deployment import (
+    GOLDEN,
+    PROMPT,
+    ROOT,
+    STOP_SECONDS,
+    Deployment,
+    EventStream,
+    RefusedError,
+    free_ports,
+    get,
+    joined,
+    launch,
+    post,
+    shared_memory,
+)
+
+pytestmark = pytest.mark.server
+
+
+def test_exact_replay_then_sigterm_in_mid_stream(engine: Path) -> None:
+    """The server with --no-swa-bounded-replay; running requests may end, or end with an error."""
+    server = Deployment(
+        engine, "--dtype=float64", "--no-swa-bounded-replay", "--drain-seconds=1"
+    ).wait_until_ready()
+    try:
+        before = shared_memory()
+        asked = {"input_ids": PROMPT, "end_id": -1, "stream": True}
+        exact = GOLDEN["greedy_from_20"].tolist()
+        assert exact != GOLDEN["greedy_from_20_replay"].tolist()
+        both = server.stream(**asked, max_tokens=24), server.sse(**asked, max_tokens=24)
+        assert [joined(list(chunks))[1] for chunks in both] == [exact, exact]
+
+        idle = socket.create_connection(("127.0.0.1", server.http))  # clients keep connections
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(64).startswith(b"HTTP/1.1 200")
+        by_grpc = server.stream("cut", **asked, max_tokens=900)
+        chunks = iter(by_grpc)
+        next(chunks)
+        with EventStream(server.http, {**asked, "max_tokens": 900}) as by_http:
+            events = iter(by_http)
+            next(events)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(RefusedError, match=r"^\[unavailable\] .*the server stopped"):
+                list(chunks)
+            assert list(events)[-1]["error"].startswith("[unavailable]")
+        assert server.wait() == 0
+        assert server.said[-1] == "dsv41-serve: stopped"
+        assert len(shared_memory()) == len(before) - 1
+        idle.close()
+    finally:
+        server.end()
+
+
+def test_paths_with_spaces_a_yaml_file_and_a_model_process_that_dies(
+    engine: Path, tmp_path: Path
+) -> None:
+    """Project, environment, TMPDIR, settings and log in folders with spaces."""
+    root = tmp_path / "the project"
+    root.mkdir()
+    for name in ("plugins", "engine", "python_backend", "model_repository"):
+        (root / name).symlink_to(ROOT / name)
+    venv = Path(os.environ.get("VIRTUAL_ENV", ROOT / ".venv"))
+    (root / ".venv").symlink_to(venv)
+    (root / "a tmp").mkdir()
+    config, log = root / "my settings.yaml", root / "the log.jsonl"
+    config.write_text(
+        f'dtype: float64\nmax_batch_size: 3\nmax-num-tokens: 32\nlog_file: "{log}"\n'
+        "num_global_pages: 5\n"
+    )
+    server = Deployment(
+        engine,
+        f"--config-file={config}",
+        "--max-batch-size=2",
+        root=root,
+        environment={"TMPDIR": str(root / "a tmp"), "PYTHONPATH": str(root)},
+    ).wait_until_ready()
+    try:
+        assert any("up to 2 requests at once" in line for line in server.said)
+        assert any("caches of 64 tokens" in line for line in server.said)
+        assert server.generate(input_ids=PROMPT, max_tokens=2)["num_output_tokens"] == 2
+        # Larger than the whole pool: refused at once, and the next request is served.
+        with pytest.raises(RefusedError, match=r"\[over_capacity\] expected a request of at most"):
+            server.generate(input_ids=PROMPT, max_tokens=60)
+        assert '"event": "request_finished"' in log.read_text()
+        before = shared_memory()
+        server.child("triton_python_backend_stub").kill()
+        assert server.wait() == 1
+        assert "the model's process ended unexpectedly" in server.everything()
+        assert len(shared_memory()) == len(before) - 1
+    finally:
+        server.end()
+
+
+@pytest.fixture
+def plain(engine: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """scripts/run_triton.sh on a copied repository whose engine_dir was filled in by hand."""
+    repository = tmp_path / "model repository"
+    model = repository / "deepseek_v41"
+    (model / "1").mkdir(parents=True)
+    source = ROOT / "model_repository" / "deepseek_v41"
+    (model / "1" / "model.py").write_text((source / "1" / "model.py").read_text())
+    text = (source / "config.pbtxt").read_text()
+    assert text.count('value: { string_value: "" }') == 1
+    text = text.replace('string_value: ""', f'string_value: "{engine}"')
+    (model / "config.pbtxt").write_text(text)
+    http, grpc, metrics = free_ports(3)
+    ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(ROOT / "scripts" / "run_triton.sh"), str(repository), *ports],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        yield process, http, grpc
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(STOP_SECONDS)
+
+
+def test_the_plain_server_and_what_it_leaves_when_it_dies(
+    plain: tuple[subprocess.Popen[bytes], int, int],
+) -> None:
+    """The next dsv41-serve removes the regions and the model process of the dead one only."""
+    process, http, _ = plain
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None
+        try:
+            if get(http, "/v2/health/ready")[0] == 200:
+                break
+        except OSError:
+            time.sleep(0.1)
+    status, body = post(
+        http, "/v2/models/deepseek_v41/generate", {"input_ids": PROMPT, "max_tokens": 1}
+    )
+    assert (status, b'"num_output_tokens":1' in body) == (200, True)
+    (stub,) = [c for c in psutil.Process(process.pid).children() if "stub" in c.cmdline()[0]]
+    (region,) = [word for word in stub.cmdline() if word.startswith("dsv41-")]
+    foreign = Path("/dev/shm/dsv41-not-a-servers-region")
+    foreign.touch()
+    stub.suspend()  # a stub that hangs would stay for ever
+    try:
+        process.kill()
+        process.wait()
+        assert region in shared_memory()
+        status, said = launch("--engine", "/nonexistent")
+        assert status == 1
+        assert f"removed /dev/shm/{region}, left behind by a server that died" in said
+        assert f"removed process {stub.pid}" in said
+        assert "expected an engine directory at /nonexistent" in said
+        assert region not in shared_memory()
+        assert not stub.is_running() or stub.status() == psutil.STATUS_ZOMBIE
+        assert foreign.exists()
+    finally:
+        foreign.unlink()
+
+
+def test_a_port_in_use_is_named(engine: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, said = launch("--engine", str(engine), "--grpc-port", str(port))
+    assert status == 1
+    assert f"expected grpc port {port} on 127.0.0.1 to be free, but: Address already in use" in said
+
+
+def test_settings_that_cannot_work_are_refused_before_the_start(engine: Path) -> None:
+    http, grpc, metrics = map(str, free_ports(3))
+    ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
+    status, said = launch("--engine", str(engine), *ports, "--max-num-tokens", "15")
+    assert status == 1
+    assert "expected max_num_tokens of at least 16, two windows of 8" in said
+    assert "Traceback" not in said
