@@ -195,16 +195,18 @@ def _perf(arguments: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """One line that is rewritten on a terminal, and one line per message elsewhere."""
+    """One line that is rewritten on a terminal; elsewhere a line every five seconds."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
+        self._next = 0.0
 
     def __call__(self, message: str, *, last: bool = False) -> None:
         if self._terminal:
             sys.stderr.write(f"\r\x1b[K{message}" + ("\n" if last else ""))
             sys.stderr.flush()
-        else:
+        elif last or time.monotonic() >= self._next:
+            self._next = time.monotonic() + 5.0
             _say(message)
 
 

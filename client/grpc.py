@@ -81,8 +81,8 @@ class GrpcClient:
 
         return probe(ask, self.generate if deep else None, self.model, timeout)
 
-    def completed_requests(self) -> int:
-        """How many requests the model has completed since it was loaded, by the server's count."""
+    def taken_requests(self) -> int:
+        """How many requests the model has taken since it was loaded, by the server's count."""
         request = service_pb2.ModelStatisticsRequest(name=self.model)
         try:
             statistics = self._stub.ModelStatistics(request, timeout=10.0).model_stats

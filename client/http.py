@@ -172,10 +172,13 @@ class _Exchange:
     def _error(self, error: Exception) -> DeploymentError:
         if isinstance(error, TimeoutError):
             return DeploymentError(DEADLINE_EXCEEDED, "the time limit passed before the answer")
+        words = str(error)
+        if not words or not words.isprintable():  # the first bytes of some other protocol
+            words = type(error).__name__
         return DeploymentError(
             UNAVAILABLE,
             f"expected a server at {self._address} (HTTP), got no answer: check the address and "
-            f"that the server runs ({error or type(error).__name__})",
+            f"that the server runs ({words})",
         )
 
 

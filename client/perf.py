@@ -134,10 +134,12 @@ def measure(
             command += ["--streaming", "--async", "--input-data", str(data)]
             command += ["--concurrency-range", str(concurrency), "--request-count", str(count)]
             command += ["--profile-export-file", str(profile)]
-            before = client.completed_requests()
+            before = client.taken_requests()
             for seconds in _run(command, os.environ | variables):
-                done = min(client.completed_requests() - before, count)
-                progress(f"concurrency {concurrency}: {done}/{count} requests, {seconds:.0f} s")
+                sent = min(client.taken_requests() - before, count)
+                progress(
+                    f"concurrency {concurrency}: {sent}/{count} requests sent, {seconds:.0f} s"
+                )
             yield summarise(read_profile(profile), concurrency)
 
 

@@ -164,7 +164,8 @@ def test_perf_for_real(
     assert report == json.loads((tmp_path / "perf.json").read_text())
     assert (tmp_path / "perf.png").read_bytes().startswith(b"\x89PNG")
     assert len(lines) == 4  # head, two levels, the object
-    assert "requests" in shown.err
+    assert "concurrency 1: " in shown.err
+    assert "concurrency 3: " in shown.err
     assert [level["concurrency"] for level in report["levels"]] == [1, 3]
     for level in report["levels"]:
         assert level["requests"] == 9
