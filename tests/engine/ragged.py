@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.batch import RaggedBatch, StepArrays
+from engine.batch import Int64Array, RaggedBatch, StepArrays
 from engine.cache_view import CacheView
 from engine.config import ModelConfig
 from engine.contiguous_cache import ContiguousCache
@@ -47,7 +47,7 @@ def make_batch(
         for back in range(1, min(reach, first) + 1):
             history[i, reach - back] = request.tokens[first - back]
 
-    def per_request(name: str) -> np.ndarray:
+    def per_request(name: str) -> Int64Array:
         return np.array([getattr(r, name) for r in requests], dtype=np.int64)
 
     return StepArrays(

@@ -88,11 +88,8 @@ def one_expert(u: torch.Tensor, experts: ExpertWeights, limit: float) -> torch.T
 
 def equal_experts(moe: MoeWeights, count: int) -> MoeWeights:
     shared = moe.shared
-    routed = ExpertWeights(
-        *(w.expand(count, -1, -1) for w in (shared.w1, shared.w3, shared.w2)),
-        quantized_input=False,
-    )
-    return replace(moe, routed=routed)
+    w1, w3, w2 = (w.expand(count, -1, -1) for w in (shared.w1, shared.w3, shared.w2))
+    return replace(moe, routed=ExpertWeights(w1, w3, w2, quantized_input=False))
 
 
 def test_equal_experts_give_route_scale_plus_one_times_the_expert(network64: Network) -> None:

@@ -64,9 +64,15 @@ def speculate(
     return made[:count], steps
 
 
-@pytest.mark.parametrize("kind", ["own", "random", "partly correct", "right"])
 @pytest.mark.parametrize(
-    ("name", "decoder_floor"), [("greedy_from_20", 0), ("greedy_from_20_replay", 12)]
+    ("kind", "name", "decoder_floor"),
+    [
+        ("own", "greedy_from_20", 0),
+        ("own", "greedy_from_20_replay", 12),
+        ("random", "greedy_from_20", 0),
+        ("partly correct", "greedy_from_20_replay", 12),
+        ("right", "greedy_from_20_replay", 12),
+    ],
 )
 def test_speculative_output_equals_plain_greedy(
     network64: Network, golden_of: Golden, kind: str, name: str, decoder_floor: int

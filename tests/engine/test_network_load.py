@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from ragged import Timeline, make_batch, run_alone
@@ -18,6 +19,7 @@ from engine.safetensors_file import CheckpointError, TensorInfo
 from plugins.formats.rows import PackedRows, RowStore
 
 Golden = Callable[[bool], dict[str, torch.Tensor]]
+Classes = npt.NDArray[np.int64]
 Tensors = dict[str, tuple[str, torch.Tensor]]
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -59,7 +61,7 @@ def exponent_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 def fp8_blocks(weight: torch.Tensor, rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
     """E4M3 codes and E8M0 scales of rows × columns blocks, and the values that they mean."""
-    blocks = weight.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+    blocks = torch.unflatten(torch.unflatten(weight, 0, (-1, rows)), 2, (-1, columns))
     scale = power_of_two(blocks.abs().amax((1, 3)), 448.0)
     full = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     codes = (weight / full).to(torch.float8_e4m3fn)
@@ -69,7 +71,7 @@ def fp8_blocks(weight: torch.Tensor, rows: int, columns: int) -> tuple[Tensors, 
 
 def fp4_rows(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """Two E2M1 codes a byte, low nibble first, one E8M0 scale per 32 inputs."""
-    scale = power_of_two(weight.unflatten(1, (-1, 32)).abs().amax(-1), 6.0)
+    scale = power_of_two(torch.unflatten(weight, 1, (-1, 32)).abs().amax(-1), 6.0)
     full = scale.repeat_interleave(32, 1)
     scaled = weight / full
     magnitude = (scaled.abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
@@ -112,14 +114,14 @@ def leaves(weights: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def classes(golden_of: Golden) -> np.ndarray:
+def classes(golden_of: Golden) -> Classes:
     return golden_of(True)["token_class"].numpy()
 
 
 def test_released_bytes_load_as_the_numbers_they_mean(
     tiny_config: ModelConfig,
     both_layouts: tuple[MemorySource, MemorySource],
-    classes: np.ndarray,
+    classes: Classes,
 ) -> None:
     released, plain = (
         load_weights(tiny_config, source, classes, torch.float64, activation_quant=False)
@@ -144,7 +146,7 @@ def test_released_bytes_load_as_the_numbers_they_mean(
 def test_inputs_are_rounded_exactly_where_the_release_quantised_the_weight(
     tiny_config: ModelConfig,
     both_layouts: tuple[MemorySource, MemorySource],
-    classes: np.ndarray,
+    classes: Classes,
 ) -> None:
     def flags(weights: NetworkWeights) -> dict[str, object]:
         return {p: v for p, v in leaves(weights) if p.endswith("quantized_input")}
@@ -165,7 +167,7 @@ def test_inputs_are_rounded_exactly_where_the_release_quantised_the_weight(
 def test_input_rounding_changes_the_result_and_the_diagnostic_turns_it_off(
     tiny_config: ModelConfig,
     both_layouts: tuple[MemorySource, MemorySource],
-    classes: np.ndarray,
+    classes: Classes,
 ) -> None:
     def logits(source: MemorySource, activation_quant: bool) -> torch.Tensor:
         weights = load_weights(
@@ -204,8 +206,8 @@ def test_narrow_dtypes_keep_wide_parts_wide(network_of: Callable[[torch.dtype], 
 def test_wrong_token_classes_are_refused(
     tiny_config: ModelConfig,
     both_layouts: tuple[MemorySource, MemorySource],
-    classes: np.ndarray,
-    change: Callable[[np.ndarray], np.ndarray],
+    classes: Classes,
+    change: Callable[[Classes], Classes],
     message: str,
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -215,7 +217,7 @@ def test_wrong_token_classes_are_refused(
 def test_a_missing_tensor_is_named(
     tiny_config: ModelConfig,
     both_layouts: tuple[MemorySource, MemorySource],
-    classes: np.ndarray,
+    classes: Classes,
 ) -> None:
     plain = both_layouts[1]
     names = {name: (plain.describe(name).dtype, plain.read(name)) for name in plain.names()}
@@ -242,7 +244,7 @@ def test_engram_tables_that_do_not_fit_the_hash_are_refused(
 def trained(
     tiny_config: ModelConfig,
     both_layouts: tuple[MemorySource, MemorySource],
-    classes: np.ndarray,
+    classes: Classes,
 ) -> tuple[Network, dict[str, torch.Tensor]]:
     """A float64 network whose weights are leaves, and those leaves by path."""
     weights = load_weights(tiny_config, both_layouts[1], classes, torch.float64)
@@ -267,7 +269,7 @@ def test_every_weight_that_acts_on_logits_gets_a_gradient(
 ) -> None:
     """Training runs this very network, cache rounding included (straight through)."""
     network, leaf_of = trained
-    training_loss(network, quantize=True).backward()
+    torch.autograd.backward(training_loss(network, quantize=True))
     missing = {path for path, leaf in leaf_of.items() if leaf.grad is None or not leaf.grad.any()}
     # Indexers and biases only choose; the draft has a loss of its own.
     choosers = (".indexer.", ".index_", ".moe.bias")
@@ -280,7 +282,7 @@ def test_gradient_through_the_cache_is_the_derivative(
 ) -> None:
     """Along one random direction of all weights at once, against a central difference."""
     network, leaf_of = trained
-    training_loss(network, quantize=False).backward()
+    torch.autograd.backward(training_loss(network, quantize=False))
     generator = torch.Generator().manual_seed(1)
     directions = {
         path: torch.randn(leaf.shape, generator=generator, dtype=torch.float64)

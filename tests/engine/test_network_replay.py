@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -271,7 +272,7 @@ def test_arguments_that_cannot_run_are_refused(
     network64: Network,
     tokens: list[int],
     mode: ForwardMode,
-    arguments: dict[str, int],
+    arguments: dict[str, Any],
     message: str,
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -15,6 +15,8 @@ import engine.network.select
 from engine.config import ModelConfig
 from engine.contiguous_cache import ContiguousCache
 from engine.network import Network, NetworkWeights
+from plugins.mega_attention import mega_attention
+from plugins.topk_select import candidate_blocks
 
 Golden = Callable[[bool], dict[str, torch.Tensor]]
 LENGTH = 61
@@ -70,7 +72,7 @@ def test_topk_of_all_entries_is_dense_attention_in_every_layer(
     network64: Network, tokens: list[int], quantize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = with_changes(network64, index_topk=64)
-    original = engine.network.attention.mega_attention
+    original = mega_attention
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def record(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -107,7 +109,7 @@ def test_candidates_covering_everything_equal_no_candidate_source(
 def test_candidate_blocks_hold_the_newest_and_never_an_unreachable_one(
     network64: Network, tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = engine.network.select.candidate_blocks
+    original = candidate_blocks
     masks: list[torch.Tensor] = []
 
     def record(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -31,11 +31,10 @@ def chunkings(length: int) -> st.SearchStrategy[list[int]]:
     )
 
 
-@pytest.mark.parametrize("quantize", [True, False])
 @FEW
-@given(chunks=chunkings(LENGTH))
-@example(chunks=[1] * LENGTH)
-@example(chunks=[33, 1, 1, 26])
+@given(chunks=chunkings(LENGTH), quantize=st.booleans())
+@example(chunks=[1] * LENGTH, quantize=True)
+@example(chunks=[33, 1, 1, 26], quantize=False)
 def test_any_chunking_gives_the_golden_logits_and_entries(
     network64: Network, golden_of: Golden, quantize: bool, chunks: list[int]
 ) -> None:
