@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -187,6 +188,16 @@ def heldout_arithmetic(n: int, seed: int) -> list[Question]:
     return list(questions.values())
 
 
+def sentences(rng: Random) -> Iterator[str]:
+    """Each phrase of each setting with each of its nouns: all words that questions are made of."""
+    bank = _bank()
+    for domain in bank.domains.values():
+        for kind, phrases in domain.phrases.items():
+            for phrase in phrases:
+                for noun in domain.nouns:
+                    yield _Teller(rng, bank, noun, kind in _JOINT_STARTS).say(phrase, (2, 3, 4, 5))
+
+
 # -- one attempt ---------------------------------------------------------------------------------
 
 
@@ -207,19 +218,32 @@ def _attempt(rng: Random, bank: _Bank, template: Template) -> Problem | None:
 
 def _tell(rng: Random, bank: _Bank, template: Template, given: list[tuple[int, ...]]) -> str:
     domain = bank.domains[template.domain]
-    items, box, boxes = pick(rng, domain.nouns)
-    (name, pronoun), (other, _), (third, _) = rng.sample(bank.people, 3)
-    references: tuple[str, ...]
-    references = ("they",) if template.kinds[0] in _JOINT_STARTS else (name, pronoun)
-    words: dict[str, str | int] = {
-        "N": name, "M": other, "K": third, "items": items, "box": box, "boxes": boxes,
-    }  # fmt: skip
-    sentences = []
-    for kind, numbers in zip(template.kinds, given, strict=True):
-        subject = pick(rng, references)
+    teller = _Teller(rng, bank, pick(rng, domain.nouns), template.kinds[0] in _JOINT_STARTS)
+    return " ".join(
+        teller.say(pick(rng, domain.phrases[kind]), numbers)
+        for kind, numbers in zip(template.kinds, given, strict=True)
+    )
+
+
+class _Teller:
+    """Who takes part in one problem, what is counted, and how both are referred to."""
+
+    def __init__(
+        self, rng: Random, bank: _Bank, noun: tuple[str, str, str], is_joint: bool
+    ) -> None:
+        self._rng = rng
+        items, box, boxes = noun
+        (name, pronoun), (other, _), (third, _) = rng.sample(bank.people, 3)
+        self._references = ("they",) if is_joint else (name, pronoun)
+        self._words: dict[str, str | int] = {
+            "N": name, "M": other, "K": third, "items": items, "box": box, "boxes": boxes,
+        }  # fmt: skip
+
+    def say(self, phrase: str, numbers: tuple[int, ...]) -> str:
+        subject = pick(self._rng, self._references)
+        words = self._words
         words["s"] = subject
         words["S"] = subject.capitalize()
         words["o"] = _OBJECTIVE.get(subject, subject)
         words.update(zip(_SLOTS, numbers, strict=False))
-        sentences.append(pick(rng, domain.phrases[kind]).format_map(words))
-    return " ".join(sentences)
+        return phrase.format_map(words)

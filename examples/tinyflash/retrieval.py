@@ -117,6 +117,10 @@ def is_held_out_entity(entity: str) -> bool:
     return zlib.crc32(entity.encode()) % 8 == 0
 
 
+def attribute_names() -> list[str]:
+    return [name for name, _ in _bank().attributes]
+
+
 def filler_sentences() -> Iterator[str]:
     """The NUM_POOL_SENTENCES filler sentences, always the same, each with a leading space."""
     rng = Random("filler sentences")

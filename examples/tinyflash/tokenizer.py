@@ -126,22 +126,40 @@ def train(texts: Iterable[str]) -> Tokenizer:
 
 
 def training_texts(seed: int = 0) -> Iterator[str]:
-    """The text the vocabulary is learned from: what the model will read and write."""
-    from examples.tinyflash import arithmetic, dialogue, retrieval, tools
+    """The text the vocabulary is learned from: the sentences the model will read and write.
+
+    They are taken from the phrases, not from whole problems, so that a new template leaves the
+    vocabulary as it is.
+    """
+    from examples.tinyflash import arithmetic, chat, dialogue, retrieval, steps, tools
 
     rng = Random(f"tokenizer {seed}")
-    for _ in range(12000):
-        problem = arithmetic.problem(rng)
-        yield problem.question
-        yield problem.solution
+    worked = f"{steps.Line(2, '+', 3, 5)}\n{arithmetic.conclusion(5)}"
+    worked += "".join(f" {op}" for op in "-*/")
+    rendered = chat.render([dialogue.user("")], mode="thinking", tools=tools.TOOLS)
+    rendered += "<tool_result>5</tool_result>"
+    fixed = [worked, *(part for part in _SPECIAL.split(rendered) if part not in SPECIAL_STRINGS)]
+    for value in dialogue.phrases().values():
+        fixed += _strings(value)
+    fixed += retrieval.attribute_names()  # bare, as the arguments of a call
+    for _ in range(12):
+        yield from arithmetic.sentences(rng)
     yield from retrieval.filler_sentences()
     for _ in range(12000):
         yield from retrieval.exchange(rng)
-    for _ in range(600):
-        talk, calls = dialogue.small_talk(rng), tools.tool_conversation(rng)
-        yield from (p for p in _SPECIAL.split(talk.text + calls.text) if p not in SPECIAL_STRINGS)
-    for texts in dialogue.phrases()["follow_ups"].values():
-        yield from texts * 10
+    yield from fixed * 200
+
+
+def _strings(value: object) -> Iterator[str]:
+    """All strings in nested lists and mappings, keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for member in value.values():
+            yield from _strings(member)
+    elif isinstance(value, list):
+        for member in value:
+            yield from _strings(member)
 
 
 def main() -> None:

@@ -114,30 +114,30 @@ def test_words_of_a_kind_agree_with_its_operation() -> None:
         ),
         (
             *(18, "template"),
-            "Viktor had 26 buckets with 6 lemons in each bucket. Later half of the lemons were "
-            "lost. Later he sold 26 of the lemons at the market. Felix had 35 lemons. How many "
-            "more lemons did he have than Felix?",
+            "Viktor had 26 buckets with 6 lemons in each bucket. Then he gave half of the lemons "
+            "away. Then 26 of the lemons went bad. If Felix had 35 lemons, how many more lemons "
+            "did Viktor have than Felix?",
             17,
         ),
         (
-            *(34, "numbers"),
-            "Emil saved 250 dollars. Then Emil spent half of the money. Later Dana paid him 32 "
-            "dollars. How many more dollars were needed to have 415 dollars?",
-            258,
+            *(31, "numbers"),
+            "Otto collected 35 buttons. Each of 3 neighbors took 7 of the buttons. If Ben had 10 "
+            "buttons, how many more buttons did he have than Ben?",
+            4,
         ),
         (
-            *(40, "numbers"),
-            "Amir had 5 small notebooks and 960 large notebooks. Then Amir ordered 23 more "
-            "notebooks. He shared all the notebooks equally among 2 friends. One of these friends "
-            "already had 457 notebooks. How many notebooks did that friend have then?",
-            951,
+            *(35, "numbers"),
+            "Zeno and Theo put their money together. Zeno had 75 dollars, and Theo had 30 dollars "
+            "more than Zeno. After that, 57 dollars were spent on tools. They shared all the money "
+            "equally among 3 friends. How many dollars did each friend get?",
+            41,
         ),
         (
-            *(53, "train"),
-            "Dora and Ida put their money together. Dora had 46 dollars, and Ida had 7 times as "
-            "many as Dora. Then they bought 45 shirts for 6 dollars each. How many dollars did "
-            "they have in the end?",
-            98,
+            *(50, "train"),
+            "Each roll held 97 labels, and Tara had 4 rolls. Then the number of labels doubled. "
+            "Each of 91 neighbors took 7 of the labels. Tara sold all the labels for 6 dollars "
+            "each. How many dollars did Tara get?",
+            834,
         ),
     ],
 )

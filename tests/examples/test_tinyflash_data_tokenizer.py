@@ -96,7 +96,7 @@ def test_tokens_per_problem() -> None:
     solution = sum(len(encoder().encode(p.solution)) for p in problems) / len(problems)
     print(f"tokens per problem: question {question:.1f}, worked answer {solution:.1f}")
     assert question < 60
-    assert solution < 90
+    assert solution < 100
 
 
 def python_class_key(token: int) -> str:
@@ -122,5 +122,8 @@ def test_engram_classes_of_the_vocabulary() -> None:
     ]
     assert classes.tolist() == expected
     assert classes[2] == 2  # the padding class is token 2's
-    print(f"engram_compressed_vocab_size: {len(numbers)}")
+    config = json.loads(TOKENIZER_FILE.with_name("config.json").read_text())
+    assert config["engram_compressed_vocab_size"] == len(numbers)
+    assert config["dspark_noise_token_id"] == TOKENIZER.token_to_id("<\uff5cSystem\uff5c>")
+    assert config["vocab_size"] == VOCAB_SIZE
     assert len({int(classes[TOKENIZER.token_to_id(str(n))]) for n in range(10)}) == 10
