@@ -40,7 +40,7 @@ def _serve(options: ServeOptions) -> int:
     started = time.monotonic()
     for removed in remove_dead_instances():
         _say(f"removed {removed}, left behind by a server that died")
-    ServerFiles.find()
+    files = ServerFiles.find()
     options.addresses.check_free()
     _check_engine(options)
     core_failed = threading.Event()
@@ -56,6 +56,7 @@ def _serve(options: ServeOptions) -> int:
         if options.log_file is not None:
             log = stack.enter_context(options.log_file.open("a", encoding="utf-8"))
         server = ServerProcess.start(
+            files,
             options.addresses,
             options.model_parameters(),
             drain_seconds=options.drain_seconds,

@@ -69,7 +69,7 @@ class TritonPythonModel:
                 reply.fail(error)
             except Exception as error:
                 logger.exception("execute_failed", extra=fields(request_id=request.request_id()))
-                reply.fail(RequestError(wire.INTERNAL, f"expected to take the request, {error}"))
+                reply.fail(_unexpected(error))
 
     def finalize(self) -> None:
         """End what runs; every client gets its final response."""
@@ -143,6 +143,9 @@ class TritonPythonModel:
             )
         except RequestError as error:
             self._responder.forget(stream, error)
+        except Exception as error:  # the responder has the stream now, so it alone may end it
+            logger.exception("add_request_failed", extra=fields(request_id=stream.request_id))
+            self._responder.forget(stream, _unexpected(error))
 
     def _tokenizer(self) -> TextTokenizer:
         if self._model.text is None:
@@ -216,6 +219,12 @@ class _TritonReply:
 
     def is_cancelled(self) -> bool:
         return bool(self._sender.is_cancelled())
+
+
+def _unexpected(error: Exception) -> RequestError:
+    return RequestError(
+        wire.INTERNAL, f"expected to take the request, but {type(error).__name__}: {error}"
+    )
 
 
 def _log_progress(stage: str, share: float) -> None:

@@ -33,7 +33,7 @@ print(library.Py_GetVersion().decode())
 
 @dataclass(frozen=True)
 class ServerFiles:
-    """Where the package keeps its parts. `find` checks that they fit this interpreter."""
+    """Where the package keeps its parts."""
 
     binary: Path
     backends: Path
@@ -43,7 +43,7 @@ class ServerFiles:
 
     @staticmethod
     def find() -> ServerFiles:
-        """Raises HostError naming what is missing on this machine."""
+        """Checked to fit this interpreter. Raises HostError naming what this machine lacks."""
         spec = importlib.util.find_spec("pytriton")
         if spec is None or not spec.submodule_search_locations:
             raise HostError(
@@ -72,6 +72,7 @@ class ServerFiles:
                 f"expected NumPy below 2, got {numpy}: this server's Python stub crashes with it; "
                 "install numpy==1.26.4"
             )
+        _check_libpython(files.environment())
         return files
 
     def link(self, folder: Path) -> None:
@@ -90,24 +91,22 @@ class ServerFiles:
         """
         library_path = [str(self.libraries)]
         folder = sysconfig.get_config_var("LIBDIR")
-        if folder and (Path(folder) / libpython_name()).exists():
+        if folder and (Path(folder) / _libpython_name()).exists():
             library_path.append(folder)
         return os.environ | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            "LD_LIBRARY_PATH": ":".join(library_path),
-            "PYTHONPATH": ":".join(
-                [str(Path(__file__).parents[2]), *_present(os.environ.get("PYTHONPATH"))]
-            ),
+            "PATH": _before("PATH", str(Path(sys.executable).parent)),
+            "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", *library_path),
+            "PYTHONPATH": _before("PYTHONPATH", str(Path(__file__).parents[2])),
         }
 
 
-def libpython_name() -> str:
+def _libpython_name() -> str:
     return f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
 
 
-def check_libpython(environment: dict[str, str]) -> None:
+def _check_libpython(environment: dict[str, str]) -> None:
     """Raises HostError when the stub would find no libpython, or that of another interpreter."""
-    name = libpython_name()
+    name = _libpython_name()
     found = subprocess.run(
         [sys.executable, "-I", "-c", _PRINT_LIBPYTHON, name],
         env=environment,
@@ -150,8 +149,6 @@ def run_plain_server(repository: str, options: Sequence[str]) -> None:
     The process keeps its id, so the instance is known as its own; the next start removes it.
     """
     files = ServerFiles.find()
-    environment = files.environment()
-    check_libpython(environment)
     remove_dead_instances()
     instance = Instance.create()
     files.link(instance.folder)
@@ -159,11 +156,12 @@ def run_plain_server(repository: str, options: Sequence[str]) -> None:
     models.symlink_to(Path(repository).resolve())
     addresses = [f"--{service}-address=127.0.0.1" for service in ("http", "grpc", "metrics")]
     command = [*server_command(files, instance, models), *addresses, "--exit-timeout-secs=10"]
-    os.execve(files.binary, [*command, *options], environment)
+    os.execve(files.binary, [*command, *options], files.environment())
 
 
-def _present(value: str | None) -> list[str]:
-    return [value] if value else []
+def _before(variable: str, *folders: str) -> str:
+    """A search path that looks into `folders` first."""
+    return ":".join([*folders, *filter(None, [os.environ.get(variable)])])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ class ServerOutput:
 
     def last_error(self) -> str:
         """The model's own refusal, or else the last error. Once the process ended."""
-        self._thread.join(5)
+        self._thread.join(1)  # a model process that outlives the server keeps the pipe open
         refusals = [match[1] for match in map(_REFUSAL.search, self._errors) if match]
         return (refusals or list(self._errors) or ["it left no message"])[-1]
 

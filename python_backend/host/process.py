@@ -22,7 +22,7 @@ import psutil
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from python_backend.host.errors import HostError
-from python_backend.host.files import ServerFiles, check_libpython, server_command
+from python_backend.host.files import ServerFiles, server_command
 from python_backend.host.instances import Instance
 from python_backend.host.output import ServerOutput
 from python_backend.host.repository import MODEL_NAME, write_repository
@@ -107,6 +107,7 @@ class ServerProcess:
 
     @staticmethod
     def start(
+        files: ServerFiles,
         addresses: Addresses,
         parameters: Mapping[str, str],
         *,
@@ -114,11 +115,8 @@ class ServerProcess:
         log: IO[str],
         on_event: Callable[[dict[str, Any]], None],
     ) -> ServerProcess:
-        """Start the server on a repository of its own. Raises HostError; leaves nothing then."""
-        files = ServerFiles.find()
-        environment = files.environment()
-        check_libpython(environment)
-        addresses.check_free()
+        """Start the server on a repository of its own. Raises HostError or OSError, and then leaves
+        nothing."""
         instance = Instance.create()
         try:
             files.link(instance.folder)
@@ -142,7 +140,7 @@ class ServerProcess:
                     f"--grpc-restricted-protocol={restricted}",
                     f"--exit-timeout-secs={EXIT_SECONDS}",
                 ],
-                env=environment,
+                env=files.environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -29,6 +29,7 @@ TINY = ROOT / "tests" / "vectors" / "tiny"
 GOLDEN = load_file(TINY / "golden_quant.safetensors")
 PROMPT: list[int] = GOLDEN["tokens"][:20].tolist()
 MODEL = "deepseek_v41"
+STUB = "triton_python_backend_stub"
 START_SECONDS = 120.0
 STOP_SECONDS = 45.0
 DATATYPES = {"text_input": "BYTES", "stop_words": "BYTES", "stream": "BOOL", "seed": "UINT64",
@@ -52,8 +53,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def shared_memory() -> set[str]:
-    """Names of the shared-memory regions of our servers on this machine."""
-    return {path.name for path in Path("/dev/shm").glob("dsv41-*")}
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def region_of(stub: psutil.Process) -> str:
+    """The shared-memory region that a model process was started with."""
+    (region,) = [word for word in stub.cmdline() if word.startswith("dsv41-")]
+    return region
 
 
 class Deployment:
@@ -105,6 +111,8 @@ class Deployment:
             assert self.process.poll() is None, self.everything()
             assert time.monotonic() < deadline, self.everything()
             time.sleep(0.05)
+        self.region = region_of(self.child(STUB))
+        assert self.region in shared_memory()
         return self
 
     def wait(self) -> int:

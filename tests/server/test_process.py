@@ -18,6 +18,7 @@ from tests.server.deployment import (
     PROMPT,
     ROOT,
     STOP_SECONDS,
+    STUB,
     Deployment,
     EventStream,
     RefusedError,
@@ -26,6 +27,7 @@ from tests.server.deployment import (
     joined,
     launch,
     post,
+    region_of,
     shared_memory,
 )
 
@@ -38,7 +40,6 @@ def test_exact_replay_then_sigterm_in_mid_stream(engine: Path) -> None:
         engine, "--dtype=float64", "--no-swa-bounded-replay", "--drain-seconds=1"
     ).wait_until_ready()
     try:
-        before = shared_memory()
         asked = {"input_ids": PROMPT, "end_id": -1, "stream": True}
         exact = GOLDEN["greedy_from_20"].tolist()
         assert exact != GOLDEN["greedy_from_20_replay"].tolist()
@@ -60,7 +61,7 @@ def test_exact_replay_then_sigterm_in_mid_stream(engine: Path) -> None:
             assert list(events)[-1]["error"].startswith("[unavailable]")
         assert server.wait() == 0
         assert server.said[-1] == "dsv41-serve: stopped"
-        assert len(shared_memory()) == len(before) - 1
+        assert server.region not in shared_memory()
         idle.close()
     finally:
         server.end()
@@ -97,17 +98,16 @@ def test_paths_with_spaces_a_yaml_file_and_a_model_process_that_dies(
         with pytest.raises(RefusedError, match=r"\[over_capacity\] expected a request of at most"):
             server.generate(input_ids=PROMPT, max_tokens=60)
         assert '"event": "request_finished"' in log.read_text()
-        before = shared_memory()
-        server.child("triton_python_backend_stub").kill()
+        server.child(STUB).kill()
         assert server.wait() == 1
         assert "the model's process ended unexpectedly" in server.everything()
-        assert len(shared_memory()) == len(before) - 1
+        assert server.region not in shared_memory()
     finally:
         server.end()
 
 
 @pytest.fixture
-def plain(engine: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+def plain(engine: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """scripts/run_triton.sh on a copied repository whose engine_dir was filled in by hand."""
     repository = tmp_path / "model repository"
     model = repository / "deepseek_v41"
@@ -123,13 +123,14 @@ def plain(engine: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             [str(ROOT / "scripts" / "run_triton.sh"), str(repository), *ports],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            # Instances of its own, or a server of another test would clean up first.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
     try:
-        yield process, http, grpc
+        yield process, http
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -137,10 +138,10 @@ def plain(engine: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes
 
 
 def test_the_plain_server_and_what_it_leaves_when_it_dies(
-    plain: tuple[subprocess.Popen[bytes], int, int],
+    plain: tuple[subprocess.Popen[bytes], int], tmp_path: Path
 ) -> None:
     """The next dsv41-serve removes the regions and the model process of the dead one only."""
-    process, http, _ = plain
+    process, http = plain
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         assert process.poll() is None
@@ -153,8 +154,8 @@ def test_the_plain_server_and_what_it_leaves_when_it_dies(
         http, "/v2/models/deepseek_v41/generate", {"input_ids": PROMPT, "max_tokens": 1}
     )
     assert (status, b'"num_output_tokens":1' in body) == (200, True)
-    (stub,) = [c for c in psutil.Process(process.pid).children() if "stub" in c.cmdline()[0]]
-    (region,) = [word for word in stub.cmdline() if word.startswith("dsv41-")]
+    (stub,) = [c for c in psutil.Process(process.pid).children() if STUB in c.cmdline()[0]]
+    region = region_of(stub)
     foreign = Path("/dev/shm/dsv41-not-a-servers-region")
     foreign.touch()
     stub.suspend()  # a stub that hangs would stay for ever
@@ -162,7 +163,7 @@ def test_the_plain_server_and_what_it_leaves_when_it_dies(
         process.kill()
         process.wait()
         assert region in shared_memory()
-        status, said = launch("--engine", "/nonexistent")
+        status, said = launch("--engine", "/nonexistent", environment={"TMPDIR": str(tmp_path)})
         assert status == 1
         assert f"removed /dev/shm/{region}, left behind by a server that died" in said
         assert f"removed process {stub.pid}" in said
@@ -174,12 +175,30 @@ def test_the_plain_server_and_what_it_leaves_when_it_dies(
         foreign.unlink()
 
 
+def test_the_plain_server_asks_for_an_engine() -> None:
+    http, grpc, metrics = free_ports(3)
+    ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    found = subprocess.run(
+        [str(ROOT / "scripts" / "run_triton.sh"), str(ROOT / "model_repository"), *ports],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 1
+    assert "expected parameters.engine_dir in config.pbtxt, got none" in found.stderr
+
+
 def test_a_port_in_use_is_named(engine: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        status, said = launch("--engine", str(engine), "--grpc-port", str(port))
+        http, metrics = map(str, free_ports(2))
+        status, said = launch(
+            *("--engine", str(engine), "--grpc-port", str(port)),
+            *("--http-port", http, "--metrics-port", metrics),
+        )
     assert status == 1
     assert f"expected grpc port {port} on 127.0.0.1 to be free, but: Address already in use" in said
 
