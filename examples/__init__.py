@@ -1,1 +1,1 @@
-"""Worked examples that use the public packages; nothing in the packages imports them."""
+"""Things to run: a demonstration, and a small model trained from nothing."""
