@@ -221,7 +221,7 @@ class ServerProcess:
     def _is_ready(self) -> bool:
         try:
             return self._ask("GET", "/v2/health/ready") == http.client.OK
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
 
     def _unload(self) -> None:

@@ -15,16 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from builder.cli import main
-from engine.directory import Engine
-from python_backend.host import instances
+from python_backend.host import files, instances
 from python_backend.host.errors import HostError
+from python_backend.host.files import ServerFiles
 from python_backend.host.instances import Instance, remove_dead_instances, state_folder
 from python_backend.host.output import ServerOutput
 from python_backend.host.process import Addresses
 from python_backend.host.repository import write_repository
-from python_backend.service import settings_for
-from python_backend.settings import SettingsError
 
 
 @pytest.fixture
@@ -153,24 +150,22 @@ def test_the_repository_quotes_any_path(tmp_path: Path) -> None:
     assert "TritonPythonModel" in (model / "1" / "model.py").read_text()
 
 
-@pytest.fixture(scope="module")
-def small_engine(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = tmp_path_factory.mktemp("limits") / "engine"
-    options = ["--checkpoint_dir", str(tiny_dir), "--output_dir", str(folder)]
-    limits = ["--max_batch_size=4", "--max_num_tokens=32", "--max_seq_len=100"]
-    classes = f"--token_class={tiny_dir / 'golden_quant.safetensors'}"
-    assert main(["engine", *options, *limits, classes]) == 0
-    return Engine.open(folder)
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(HostError, match=r"pip install --no-deps nvidia-pytriton==0\.7\.0"):
+        ServerFiles.find()
 
 
-def test_what_is_not_asked_is_the_engines_limit(small_engine: Engine) -> None:
-    settings = settings_for(small_engine, {"max-num-tokens": "16", "dtype": "float64"})
-    assert (settings.max_batch_size, settings.max_num_tokens, settings.max_seq_len) == (4, 16, 100)
-    assert settings.dtype == "float64"
+def test_a_numpy_that_crashes_the_stub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.importlib.metadata, "version", lambda _: "2.1.3")
+    with pytest.raises(HostError, match=r"expected NumPy below 2, got 2\.1\.3"):
+        ServerFiles.find()
 
 
-@pytest.mark.parametrize("name", ["max_batch_size", "max_num_tokens", "max_seq_len"])
-def test_no_setting_exceeds_what_the_engine_is_built_for(small_engine: Engine, name: str) -> None:
-    limit = getattr(small_engine.build, name)
-    with pytest.raises(SettingsError, match=rf"expected {name} of at most {limit}, .* got 101"):
-        settings_for(small_engine, {name: 101})
+def test_search_paths_of_the_operator_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/an/operators")
+    monkeypatch.setenv("PYTHONPATH", "")
+    environment = ServerFiles.find().environment()
+    assert environment["LD_LIBRARY_PATH"].endswith(":/an/operators")
+    assert environment["PYTHONPATH"] == str(Path(__file__).resolve().parents[2])
+    assert environment["PATH"].startswith(f"{Path(sys.executable).parent}:")

@@ -245,7 +245,7 @@ def add_tensor(request: Any, name: str, value: Any) -> None:
     """`value` as a [1, n] tensor; an ndarray goes as it is."""
     datatype = DATATYPES.get(name, "INT32")
     if isinstance(value, np.ndarray):
-        array = value
+        array, datatype = value, value.dtype.name.upper()
     elif datatype == "BYTES":
         array = np.atleast_1d(np.array(value, dtype=np.object_))[None]
     else:

@@ -216,6 +216,8 @@ def test_wrong_types_and_shapes_are_refused_by_the_server_itself(server: Deploym
         list(server.stream(input_ids=[1], max_tokens=[1, 2]))
     with pytest.raises(RefusedError, match=r"unexpected shape for input 'input_ids'"):
         list(server.stream(input_ids=np.ones(3, np.int32)))
+    with pytest.raises(RefusedError, match=r"data-type is 'INT64', but .* expects 'INT32'"):
+        list(server.stream(input_ids=np.ones((1, 3), np.int64)))
     with pytest.raises(RefusedError, match=r"unexpected inference input 'lora_task_id'"):
         list(server.stream(input_ids=[1], lora_task_id=1))
     with pytest.raises(RefusedError, match=r"Unable to parse"):

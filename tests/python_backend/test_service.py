@@ -1,0 +1,198 @@
+"""An engine being served in this process, and the thread that answers its clients."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from builder.byte_tokenizer import byte_tokenizer
+from builder.cli import main
+from engine.config import ModelConfig
+from engine.directory import Engine
+from python_backend import service
+from python_backend.request import Request, RequestError, SamplingParams
+from python_backend.responses import Outputs, Responder, ResponseStream
+from python_backend.service import ServedModel, settings_for
+from python_backend.settings import SettingsError
+
+
+@pytest.fixture(scope="module")
+def small_engine(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """The golden model built for 4 requests, 32 rows a step and 100 tokens, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("service") / "engine"
+    checkpoint = shutil.copytree(tiny_dir, folder.parent / "checkpoint")
+    config, _ = ModelConfig.from_file(tiny_dir / "config.json")
+    byte_tokenizer(config).save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    options = ["--checkpoint_dir", str(checkpoint), "--output_dir", str(folder)]
+    limits = ["--max_batch_size=4", "--max_num_tokens=32", "--max_seq_len=100"]
+    classes = f"--token_class={tiny_dir / 'golden_quant.safetensors'}"
+    assert main(["engine", *options, *limits, classes]) == 0
+    return Engine.open(folder)
+
+
+@pytest.fixture(scope="module")
+def model(small_engine: Engine) -> Iterator[ServedModel]:
+    stages: list[tuple[str, float]] = []
+    opened = ServedModel.open(
+        small_engine.path, {"dtype": "float64"}, lambda stage, share: stages.append((stage, share))
+    )
+    shares = [share for stage, share in stages if stage == "loading weights"]
+    assert shares == sorted(shares)
+    assert 2 <= len(shares) <= 20
+    opened.start()
+    opened.warm_up()
+    yield opened
+    opened.stop()
+    with pytest.raises(RequestError, match=r"\[shutting_down\]"):
+        opened.warm_up()
+
+
+def test_what_is_not_asked_is_the_engines_limit(small_engine: Engine) -> None:
+    settings = settings_for(small_engine, {"max-num-tokens": "16", "dtype": "float64"})
+    assert (settings.max_batch_size, settings.max_num_tokens, settings.max_seq_len) == (4, 16, 100)
+    assert settings.dtype == "float64"
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "max_num_tokens", "max_seq_len"])
+def test_no_setting_exceeds_what_the_engine_is_built_for(small_engine: Engine, name: str) -> None:
+    limit = getattr(small_engine.build, name)
+    with pytest.raises(SettingsError, match=rf"expected {name} of at most {limit}, .* got 101"):
+        settings_for(small_engine, {name: 101})
+
+
+def test_end_tokens_are_those_of_both_configurations(model: ServedModel) -> None:
+    assert model.end_ids == {1, 7}
+
+
+def test_memory_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(service, "_CGROUP_LIMIT", limit)
+    monkeypatch.setattr(service, "_CGROUP_USED", used)
+    whole = service.available_memory()
+    used.write_text("400\n")
+    limit.write_text("1000\n")
+    assert service.available_memory() == 600
+    limit.write_text("300\n")
+    assert service.available_memory() == 0
+    limit.write_text("max\n")
+    assert service.available_memory() == pytest.approx(whole, rel=0.5)
+
+
+class Client:
+    """The far end of a reply: may leave, may break, and notices a second end or a late question."""
+
+    def __init__(self, *, leaves_after: int = 10**9, breaks_after: int = 10**9) -> None:
+        self.received: list[Outputs] = []
+        self.errors: list[RequestError] = []
+        self.ended = threading.Event()
+        self.wrongs: list[str] = []
+        self._leaves_after = leaves_after
+        self._breaks_after = breaks_after
+
+    def send(self, outputs: Outputs, *, final: bool) -> None:
+        if len(self.received) >= self._breaks_after:
+            raise OSError("the line is cut")
+        self.received.append(outputs)
+        if final:
+            self._end()
+
+    def fail(self, error: RequestError) -> None:
+        self.errors.append(error)
+        self._end()
+
+    def is_cancelled(self) -> bool:
+        if self.ended.is_set():
+            self.wrongs.append("asked after the end")
+        return len(self.received) >= self._leaves_after
+
+    def _end(self) -> None:
+        if self.ended.is_set():
+            self.wrongs.append("ended twice")
+        self.ended.set()
+
+
+@pytest.fixture
+def ask(model: ServedModel) -> Iterator[Any]:
+    """ask(key, client, max_tokens, streamed): a request on the golden prompt."""
+    prompt = load_file(Path(__file__).parents[1] / "vectors" / "tiny" / "golden_quant.safetensors")[
+        "tokens"
+    ][:20].astype(np.int32)
+    responder = Responder(model.core.cancel, lambda: None)
+    responder.start()
+
+    def start(key: str, client: Client, max_tokens: int = 8, streamed: bool = True) -> None:
+        assert model.text is not None
+        stream = ResponseStream(
+            key=key,
+            request_id=key,
+            reply=client,
+            num_input_tokens=20,
+            streamed=streamed,
+            detokenizer=model.text.detokenizer(),
+            return_num_input_tokens=True,
+            return_num_output_tokens=False,
+        )
+        responder.open(stream)
+        deliver = partial(responder.deliver, stream)
+        request = Request(key, prompt, max_tokens, SamplingParams(), frozenset(), deliver)
+        try:
+            model.core.add_request(request)
+        except RequestError as error:
+            responder.forget(stream, error)
+
+    yield start
+    responder.close()
+
+
+def test_every_way_to_end_ends_once(model: ServedModel, ask: Any) -> None:
+    clients = {
+        "reads": Client(),
+        "leaves": Client(leaves_after=2),
+        "breaks": Client(breaks_after=2),
+        "too long": Client(),
+    }
+    for key, client in clients.items():
+        ask(key, client, max_tokens=81 if key == "too long" else 60 if key != "reads" else 8)
+    for client in clients.values():
+        assert client.ended.wait(30)
+    time.sleep(0.3)  # rounds of questions that must not come any more
+    assert [client.wrongs for client in clients.values()] == [[]] * 4
+    codes = {key: [e.code for e in client.errors] for key, client in clients.items()}
+    assert codes == {
+        "reads": [],
+        "leaves": ["cancelled"],
+        "breaks": ["cancelled"],
+        "too long": ["too_long"],
+    }
+    assert len(clients["reads"].received) == 8
+    assert len(clients["breaks"].received) == 2
+    assert 2 <= len(clients["leaves"].received) < 60
+    statistics = model.core.statistics()
+    assert (statistics.num_running, statistics.num_global_pages_used) == (0, 0)
+
+
+def test_a_whole_answer_is_the_streamed_one(ask: Any) -> None:
+    streamed, whole = Client(), Client()
+    ask("streamed", streamed)
+    ask("whole", whole, streamed=False)
+    assert streamed.ended.wait(30)
+    assert whole.ended.wait(30)
+    (only,) = whole.received
+    text = b"".join(outputs["text_output"].item() for outputs in streamed.received)
+    ids = np.concatenate([outputs["output_ids"][0] for outputs in streamed.received])
+    assert (text, ids.tolist()) == (only["text_output"].item(), only["output_ids"][0].tolist())
+    assert set(only) == {
+        "text_output", "output_ids", "cached_tokens", "finish_reason", "num_input_tokens"
+    }  # fmt: skip
+    assert only["num_input_tokens"].tolist() == [[20]]
