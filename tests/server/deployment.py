@@ -69,17 +69,19 @@ class Deployment:
         self,
         engine: Path,
         *options: str,
-        root: Path = ROOT,
+        root: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`root`: another project folder than this one, with an environment .venv in it."""
+        python = str(root / ".venv" / "bin" / "python") if root else sys.executable
         self.http, self.grpc, self.metrics = free_ports(3)
         ports = [f"--http-port={self.http}", f"--grpc_port={self.grpc}"]
         self.process = subprocess.Popen(
             [
-                *(str(root / ".venv" / "bin" / "python"), "-m", "python_backend.launcher"),
+                *(python, "-m", "python_backend.launcher"),
                 *("--engine", str(engine), *ports, f"--metrics-port={self.metrics}", *options),
             ],
-            cwd=root,
+            cwd=root or ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,8 +76,7 @@ def test_paths_with_spaces_a_yaml_file_and_a_model_process_that_dies(
     root.mkdir()
     for name in ("plugins", "engine", "python_backend", "model_repository"):
         (root / name).symlink_to(ROOT / name)
-    venv = Path(os.environ.get("VIRTUAL_ENV", ROOT / ".venv"))
-    (root / ".venv").symlink_to(venv)
+    (root / ".venv").symlink_to(sys.prefix)
     (root / "a tmp").mkdir()
     config, log = root / "my settings.yaml", root / "the log.jsonl"
     config.write_text(
@@ -124,7 +124,7 @@ def plain(engine: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes
         process = subprocess.Popen(
             [str(ROOT / "scripts" / "run_triton.sh"), str(repository), *ports],
             # Instances of its own, or a server of another test would clean up first.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "VENV": sys.prefix},
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -180,6 +180,7 @@ def test_the_plain_server_asks_for_an_engine() -> None:
     ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     found = subprocess.run(
         [str(ROOT / "scripts" / "run_triton.sh"), str(ROOT / "model_repository"), *ports],
+        env=os.environ | {"VENV": sys.prefix},
         capture_output=True,
         text=True,
         timeout=60,
