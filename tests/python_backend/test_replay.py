@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from python_backend.replay import (
@@ -76,6 +76,7 @@ def test_exact_mode_replays_every_layer_and_trims_nothing() -> None:
     assert (cold.hit, cold.decoder_floor) == (0, 0)
 
 
+@settings(deadline=None)
 @given(
     window=st.integers(1, 64),
     factor=st.integers(1, 4),

@@ -314,6 +314,20 @@ def test_generated_tokens_are_published() -> None:
     assert follow_up.cached_tokens == 48
 
 
+@pytest.mark.parametrize("use_prefix_cache", [True, False])
+def test_answers_longer_than_the_token_ring(use_prefix_cache: bool) -> None:
+    """The newest tokens of a slot stand in a ring of 512; older ones must be moved out of it, also
+    where no published block does that. Two such requests, and too few pages for both."""
+    bounds = limits(max_seq_len=2_000, num_global_pages=120)
+    core = new_core(bounds)
+    streams = [
+        Stream(str(i), tokens(50 + i, 11 + i), 1_300, use_prefix_cache=use_prefix_cache)
+        for i in range(2)
+    ]
+    serve(core, *streams)
+    assert core.statistics().num_preemptions
+
+
 def test_salts_do_not_share() -> None:
     core = new_core(limits())
     prompt = tokens(28, 100)
