@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from python_backend.kv.groups import IntegrityError
 from python_backend.request import Delta, FinishReason, Request, RequestError
 from python_backend.scheduler.scheduler import Scheduler, StepOutcome
 from python_backend.scheduler.statistics import Statistics
@@ -116,6 +117,10 @@ class EngineCore:
         self._take_in()
         plan = self._scheduler.schedule()
         if plan is None:
+            if self._live:  # looping over it would burn the thread and answer nobody
+                raise IntegrityError(
+                    "requests wait, none runs, and none of them fits an empty pool"
+                )
             return False
         self._unchecked = True
         result = self._run_step(plan)

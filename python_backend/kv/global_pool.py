@@ -123,7 +123,7 @@ class GlobalPages:
         held = columns < self.num_held[:, None]
         if ((self.table != 0) != held).any():
             raise IntegrityError("a global table has a null page inside or a page beyond its end")
-        in_order = np.sort(self.table, axis=1)
+        in_order = np.sort(self.table[self.num_held > 0], axis=1)
         if ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != 0)).any():
             raise IntegrityError("a slot holds a global page twice")
         owners = np.bincount(self.table[held], minlength=self.num_pages)

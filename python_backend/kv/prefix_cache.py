@@ -25,6 +25,7 @@ Int64Array = npt.NDArray[np.int64]
 
 FIRST_WALK = 16  # blocks guessed at first; wrong guesses must stay cheap
 WALK_GROWTH = 8
+LONG_RUN = 256  # consecutive pages that are worth a walk of their own
 COMPARED_BLOCKS = 256  # blocks compared at a time: the copies stay in the processor's cache
 
 
@@ -185,6 +186,10 @@ class PrefixCache:
 
     def _walk(self, page: int, count: int) -> Int32Array:
         """`page` and its guessed successors, at most `count` pages."""
+        ahead = self._successor[page : page + count - 1]
+        run = 1 + _num_leading(ahead == np.arange(page + 1, page + 1 + len(ahead)))
+        if run >= min(count, LONG_RUN):
+            return np.arange(page, page + run, dtype=np.int32)
         successor = self._successor_ints
         walk = array("i", [page, *[page := successor[page] for _ in range(count - 1)]])
         pages = np.frombuffer(walk, dtype=np.int32)

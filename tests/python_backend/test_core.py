@@ -160,7 +160,8 @@ def test_a_waiting_request_can_be_cancelled_and_the_queue_moves_on() -> None:
     streams.append(Stream("c", tokens(9, 20), 3))
     for stream in streams:
         core.add_request(stream.request)
-    core.step()
+    for _ in range(3):
+        core.step()
     assert core.statistics().num_waiting == 2  # b does not fit beside a
     core.cancel("b")
     core.step()

@@ -221,6 +221,21 @@ def test_preempted_request_resumes_and_answers_the_same() -> None:
     assert core.statistics().num_preemptions >= 1
 
 
+def test_a_preempted_request_comes_back_before_those_who_never_ran() -> None:
+    """a and b outgrow 8 pages; c waits for a slot all the time and would fit beside a."""
+    driver = Driver(limits(num_global_pages=9, max_batch_size=2))
+    streams = [Stream("a", tokens(20, 50), 40), Stream("b", tokens(21, 50), 40)]
+    for stream in (*streams, Stream("c", tokens(22, 5), 2)):
+        driver.add(stream)
+    entered = []
+    while driver.scheduler.num_running + driver.scheduler.num_waiting:
+        plan = driver.plan()
+        for slot in plan.slots[plan.fresh].tolist():
+            entered.append(driver.scheduler._slots.requests[slot].request.request_id)
+        driver.scheduler.commit(driver.executor.run(plan))
+    assert entered == ["a", "b", "b", "c"]
+
+
 def test_oldest_request_is_never_preempted() -> None:
     bounds = limits(num_global_pages=13, max_batch_size=4)
     driver = Driver(bounds)

@@ -1,0 +1,55 @@
+"""The CPU benchmarks run, and end with one JSON object that carries times, floor and peer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "cpu"
+
+
+def run(script: str, *options: str) -> dict[str, Any]:
+    finished = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return result
+
+
+def test_admission() -> None:
+    result = run("admission.py", "--tokens", "8192", "--samples", "3")
+    assert (result["benchmark"], result["tokens"]) == ("admission", 8192)
+    for name in ("cold_ms", "hit_ms"):
+        assert result[name] > result["floor"][name] > 0
+    assert "nano-vllm" in result["peer"]
+
+
+def test_scheduler_step() -> None:
+    result = run("scheduler_step.py", "--requests", "4", "--steps", "5")
+    assert (result["benchmark"], result["requests"]) == ("scheduler_step", 4)
+    assert result["with_delivery_us"] > 0
+    assert result["us_per_request"] > result["floor"]["us_per_request"] > 0
+
+
+@pytest.mark.parametrize("script", ["admission.py", "scheduler_step.py"])
+def test_senseless_sizes_are_refused(script: str) -> None:
+    option = "--tokens" if script == "admission.py" else "--requests"
+    finished = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), option, "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 2
+    assert f"expected {option} ≥" in finished.stderr
