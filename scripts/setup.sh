@@ -62,6 +62,6 @@ echo "setup: installing Python packages into .venv (about two minutes, 2 GB)"
 .venv/bin/python -m pip install --quiet -r requirements.lock
 # Only the server files of this package are used, so none of its own dependencies.
 .venv/bin/python -m pip install --quiet --no-deps nvidia-pytriton==0.7.0
-.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+PYTHONWARNINGS=ignore .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 echo "$wanted" >"$stamp"
 echo "setup: .venv is ready"
