@@ -4,10 +4,6 @@
 ARG BASE_IMAGE=debian:12-slim
 FROM ${BASE_IMAGE}
 
-RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-      python3.11 python3.11-venv libpython3.11 ca-certificates \
-    && rm -rf /var/lib/apt/lists/*
-
 WORKDIR /opt/dsv41
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY plugins plugins
@@ -17,6 +13,7 @@ COPY python_backend python_backend
 COPY client client
 COPY model_repository model_repository
 COPY scripts scripts
+# The script that `make setup` runs: system packages, then .venv from requirements.lock.
 RUN scripts/setup.sh
 
 ENV PATH=/opt/dsv41/.venv/bin:$PATH
