@@ -2,6 +2,6 @@
 
 This package makes its data: word problems (`arithmetic`), facts to find in long documents
 (`retrieval`), conversations (`dialogue`) and tool calls (`tools`) in the model's chat format
-(`chat`), tokenised (`tokenizer`) and laid into training batches (`mixture`); `scoring` judges
-answers. All text is written for this project and is generated from seeds.
+(`python_backend.text.chat`), tokenised (`tokenizer`) and laid into training batches (`mixture`);
+`scoring` judges answers. All text is written for this project and is generated from seeds.
 """

@@ -15,8 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from examples.tinyflash import arithmetic, chat, retrieval, steps
+from examples.tinyflash import arithmetic, retrieval, steps
 from examples.tinyflash.draw import between, pick
+from python_backend.text import chat
 
 MAX_QUESTIONS_PER_DOCUMENT = 8
 

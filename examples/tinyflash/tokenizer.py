@@ -20,16 +20,20 @@ from random import Random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from python_backend.text import chat
+from python_backend.text.chat import (
+    ASSISTANT,
+    BOS,
+    DSML,
+    EOS,
+    SYSTEM,
+    THINK_END,
+    THINK_START,
+    USER,
+)
+
 VOCAB_SIZE = 4096
-BOS = "<｜begin▁of▁sentence｜>"
-EOS = "<｜end▁of▁sentence｜>"
 PAD = "<｜▁pad▁｜>"
-USER = "<｜User｜>"
-ASSISTANT = "<｜Assistant｜>"
-SYSTEM = "<｜System｜>"
-THINK_START = "<think>"
-THINK_END = "</think>"
-DSML = "｜DSML｜"
 
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 
@@ -131,7 +135,7 @@ def training_texts(seed: int = 0) -> Iterator[str]:
     They are taken from the phrases, not from whole problems, so that a new template leaves the
     vocabulary as it is.
     """
-    from examples.tinyflash import arithmetic, chat, dialogue, retrieval, steps, tools
+    from examples.tinyflash import arithmetic, dialogue, retrieval, steps, tools
 
     rng = Random(f"tokenizer {seed}")
     worked = f"{steps.Line(2, '+', 3, 5)}\n{arithmetic.conclusion(5)}"

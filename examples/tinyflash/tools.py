@@ -11,7 +11,7 @@ import re
 from random import Random
 from typing import Any
 
-from examples.tinyflash import arithmetic, chat, retrieval
+from examples.tinyflash import arithmetic, retrieval
 from examples.tinyflash.dialogue import (
     Conversation,
     assistant,
@@ -23,6 +23,7 @@ from examples.tinyflash.dialogue import (
     worked,
 )
 from examples.tinyflash.draw import between, pick
+from python_backend.text import chat
 
 CALCULATOR: chat.Tool = {
     "type": "function",

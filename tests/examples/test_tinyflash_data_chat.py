@@ -5,10 +5,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from examples.tinyflash import chat, dialogue, tools
+from examples.tinyflash import dialogue, tools
 from examples.tinyflash.dialogue import Conversation
 from examples.tinyflash.mixture import tokenise
 from examples.tinyflash.tokenizer import encoder
+from python_backend.text import chat
 
 BOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
 EOS = "<\uff5cend\u2581of\u2581sentence\uff5c>"

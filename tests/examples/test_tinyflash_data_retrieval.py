@@ -6,9 +6,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from examples.tinyflash import chat, dialogue, retrieval, tools
+from examples.tinyflash import dialogue, retrieval, tools
 from examples.tinyflash.scoring import is_correct
 from examples.tinyflash.tokenizer import encoder
+from python_backend.text import chat
 
 NAME = r"[A-Z][a-z]+ [A-Z][a-z]+"
 STATEMENTS = (

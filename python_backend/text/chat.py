@@ -1,8 +1,7 @@
-"""Rendering a conversation in the model's chat format.
+"""The model's chat format: a conversation as the text that the model reads.
 
-`python_backend/text` will own this format for serving; until then this module is its definition
-for TinyFlash, which is trained on exactly these strings. It depends on nothing but the names of
-the special strings.
+The one definition of it: the server renders `messages` with it, and TinyFlash is trained on exactly
+these strings. `chat_input` judges what comes from outside.
 
 Messages are mappings with `role` "system", "user", "assistant" or "tool" and `content`; assistant
 messages may have `reasoning_content` and `tool_calls` (each with `id` and `function`: `name`,
@@ -32,16 +31,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from examples.tinyflash.tokenizer import (
-    ASSISTANT,
-    BOS,
-    DSML,
-    EOS,
-    SYSTEM,
-    THINK_END,
-    THINK_START,
-    USER,
-)
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+USER = "<｜User｜>"
+ASSISTANT = "<｜Assistant｜>"
+SYSTEM = "<｜System｜>"
+THINK_START = "<think>"
+THINK_END = "</think>"
+DSML = "｜DSML｜"
 
 Mode = Literal["chat", "thinking"]
 Message = Mapping[str, Any]
