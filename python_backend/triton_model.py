@@ -26,7 +26,8 @@ from python_backend.logs import fields
 from python_backend.request import Request, RequestError
 from python_backend.responses import Outputs, Responder, ResponseStream
 from python_backend.service import ServedModel
-from python_backend.text.tokenizer import TextTokenizer
+from python_backend.text.chat_input import ChatError
+from python_backend.text.tokenizer import TextTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +114,7 @@ class TritonPythonModel:
             json.loads(request.parameters() or "{}"),
         )
         model = self._model
-        input_ids = asked.input_ids
-        if asked.text is not None:
-            input_ids = self._tokenizer().encode(asked.text)
-        assert input_ids is not None
+        input_ids = self._input_ids(asked)
         # Clients choose equal names; the core's are unique.
         key = f"{next(self._keys)}"
         stream = ResponseStream(
@@ -147,11 +145,22 @@ class TritonPythonModel:
             logger.exception("add_request_failed", extra=fields(request_id=stream.request_id))
             self._responder.forget(stream, _unexpected(error))
 
+    def _input_ids(self, asked: wire.WireRequest) -> wire.Int32Array:
+        if asked.chat is not None:
+            try:
+                return self._tokenizer().encode_rendered(asked.chat.render())
+            except (ChatError, TokenizerError) as error:
+                raise RequestError(wire.INVALID_ARGUMENT, str(error)) from None
+        if asked.text is not None:
+            return self._tokenizer().encode(asked.text)
+        assert asked.input_ids is not None
+        return asked.input_ids
+
     def _tokenizer(self) -> TextTokenizer:
         if self._model.text is None:
             raise RequestError(
                 wire.INVALID_ARGUMENT,
-                "expected input_ids, got text_input: this engine has no tokenizer.json; send ids "
+                "expected input_ids, got text: this engine has no tokenizer.json; send ids "
                 "or build the engine from a checkpoint that has one",
             )
         return self._model.text

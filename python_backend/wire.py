@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from python_backend.request import RequestError, SamplingParams
+from python_backend.text.chat_input import ChatError, ChatRequest
 
 Int32Array = npt.NDArray[np.int32]
 Array = npt.NDArray[Any]
@@ -46,6 +47,8 @@ _WIRE_CODES = {
 }
 DEFAULT_MAX_TOKENS = 16
 NO_END_ID = -1
+_PROMPTS = ("text_input", "input_ids", "messages")
+_CHAT_OPTIONS = ("tools", "thinking", "reasoning_effort")
 
 
 class Tensor(NamedTuple):
@@ -64,6 +67,10 @@ class Tensor(NamedTuple):
 INPUTS = (
     Tensor("text_input", "STRING"),
     Tensor("input_ids", "INT32", -1),
+    Tensor("messages", "STRING"),
+    Tensor("tools", "STRING"),
+    Tensor("thinking", "BOOL"),
+    Tensor("reasoning_effort", "STRING"),
     Tensor("max_tokens", "INT32"),
     Tensor("stream", "BOOL"),
     Tensor("temperature", "FP32"),
@@ -115,7 +122,7 @@ _KNOWN_PARAMETERS = frozenset({"id"})
 
 @dataclass(frozen=True)
 class WireRequest:
-    """One request as it was sent: exactly one of `text` and `input_ids` is given.
+    """One request as it was sent: exactly one of `text`, `input_ids` and `chat` is given.
 
     `input_ids` is the server's own buffer, which is gone when its call returns. Values are judged
     by the core, which every road to it passes. `end_ids` None means the model's own end tokens; an
@@ -124,6 +131,7 @@ class WireRequest:
 
     text: str | None
     input_ids: Int32Array | None
+    chat: ChatRequest | None
     max_tokens: int
     stream: bool
     sampling: SamplingParams
@@ -140,11 +148,11 @@ def read_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> 
     values = {name: _elements(name, array) for name, array in inputs.items()}
     for name, value in values.items():
         _check_neutral(_BY_NAME[name], value)
-    given = [name for name in ("text_input", "input_ids") if name in values]
+    given = [name for name in _PROMPTS if name in values]
     if len(given) != 1:
         raise _invalid(
-            "expected exactly one of text_input and input_ids, got "
-            f"{'both' if given else 'neither'}; send the prompt once"
+            f"expected exactly one of {', '.join(_PROMPTS)}, got {' and '.join(given) or 'none'}; "
+            "send the prompt once"
         )
 
     def scalar(name: str, default: Any) -> Any:
@@ -156,6 +164,7 @@ def read_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> 
     return WireRequest(
         text=text,
         input_ids=values.get("input_ids"),
+        chat=_chat(values),
         max_tokens=scalar("max_tokens", DEFAULT_MAX_TOKENS),
         stream=bool(scalar("stream", False)),
         sampling=SamplingParams(
@@ -206,6 +215,27 @@ def _check_neutral(spec: Tensor, elements: Array) -> None:
                 f"expected {spec.name} to be {' or '.join(repr(v) for v in spec.neutral)} or not "
                 f"sent, got {value!r}; this version has no other"
             )
+
+
+def _chat(values: Mapping[str, Array]) -> ChatRequest | None:
+    if "messages" not in values:
+        for name in _CHAT_OPTIONS:
+            if name in values:
+                raise _invalid(f"expected {name} with messages only, got it without; leave it out")
+        return None
+
+    def text(name: str) -> str | None:
+        return _text(name, values[name].item()) if name in values else None
+
+    try:
+        return ChatRequest.read(
+            text("messages") or "",
+            tools=text("tools"),
+            thinking=bool(values["thinking"].item()) if "thinking" in values else False,
+            reasoning_effort=text("reasoning_effort"),
+        )
+    except ChatError as error:
+        raise _invalid(str(error)) from None
 
 
 def _seed(scalar: Any) -> int:

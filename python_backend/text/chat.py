@@ -39,6 +39,8 @@ SYSTEM = "<｜System｜>"
 THINK_START = "<think>"
 THINK_END = "</think>"
 DSML = "｜DSML｜"
+# What any conversation is built from; DSML is needed for tool calls only.
+MARKERS = (BOS, EOS, USER, ASSISTANT, SYSTEM, THINK_START, THINK_END)
 
 Mode = Literal["chat", "thinking"]
 Message = Mapping[str, Any]

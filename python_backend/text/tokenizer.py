@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from engine.directory import TOKENIZER_CONFIG_NAME
+from python_backend.text import chat
 from python_backend.text.detokenizer import Detokenizer
 
 Int32Array = npt.NDArray[np.int32]
@@ -68,6 +69,19 @@ class TextTokenizer:
         if self._bos_id is not None and (not ids or ids[0] != self._bos_id):
             ids = [self._bos_id, *ids]
         return np.array(ids, dtype=np.int32)
+
+    def encode_rendered(self, text: str) -> Int32Array:
+        """Ids of a rendered chat, int32 [n]: it brings all its special strings itself.
+
+        Raises TokenizerError where one of them is no token, so that none is read as plain text.
+        """
+        for special in chat.MARKERS:
+            if self._tokenizer.token_to_id(special) is None:
+                raise TokenizerError(
+                    f"expected a tokenizer with the token {special} for messages, got one without; "
+                    "send text_input or input_ids, or serve the released tokenizer.json"
+                )
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def detokenizer(self) -> Detokenizer:
         """A decoder for one request's output."""

@@ -103,8 +103,8 @@ def test_requests_without_a_seed_differ() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"input_ids": None}, "exactly one of text_input and input_ids, got neither"),
-        ({"text_input": b"a", "input_ids": [1]}, "exactly one of .*, got both"),
+        ({"input_ids": None}, "exactly one of text_input, input_ids, messages, got none"),
+        ({"text_input": b"a", "input_ids": [1]}, "exactly one of .*, got text_input and input_ids"),
         ({"text_input": b""}, "a prompt of at least one token, got an empty text"),
         ({"text_input": b"ab\xff"}, "text_input as UTF-8, got byte 0xff at 2"),
         ({"beam_width": 2}, "beam_width to be 1 or not sent, got 2"),

@@ -182,8 +182,11 @@ def test_a_stream_through_generate_is_status_200_and_an_error_body(server: Deplo
 
 
 BAD = [
-    ({"max_tokens": 1}, "expected exactly one of text_input and input_ids, got neither"),
-    ({"text_input": "a", "input_ids": [1]}, "expected exactly one of .*, got both"),
+    ({"max_tokens": 1}, "expected exactly one of text_input, input_ids, messages, got none"),
+    (
+        {"text_input": "a", "input_ids": [1]},
+        "expected exactly one of .*, got text_input and input_ids",
+    ),
     ({"input_ids": []}, "expected at least one prompt token, got none"),
     ({"text_input": ""}, "expected a prompt of at least one token, got an empty text"),
     ({"input_ids": [1, 512]}, "expected token ids from 0 to 511, got 512 at position 1"),
