@@ -144,6 +144,24 @@ class ServeSettings:
             )
         self._check_token_budget(window)
         num_window_pages = self._window_pages(window, page_rows)
+        private_bytes, page_bytes = self._cache_bytes(
+            config, page_tokens, page_rows, num_window_pages
+        )
+        num_global_pages = self.num_global_pages or self._global_pages(
+            available_bytes,
+            private_bytes,
+            page_bytes,
+            most=self.max_batch_size * -(-max_seq_len // page_tokens) + 1,
+        )
+        total_bytes = private_bytes + num_global_pages * page_bytes
+        if total_bytes > available_bytes:
+            raise SettingsError(
+                f"expected caches of at most {available_bytes} bytes, the memory that is free, got "
+                f"{total_bytes} ({private_bytes} for the windows of {self.max_batch_size} requests "
+                f"and {self.max_num_tokens} rows a step, {num_global_pages} global pages of "
+                f"{page_bytes}); lower kv_cache_memory_bytes, num_global_pages, max_batch_size or "
+                "max_num_tokens"
+            )
         return CoreLimits(
             vocab_size=config.vocab_size,
             window=window,
@@ -153,15 +171,7 @@ class ServeSettings:
             max_seq_len=max_seq_len,
             global_page_tokens=page_tokens,
             window_page_tokens=page_rows,
-            num_global_pages=self.num_global_pages
-            or self._global_pages(
-                config,
-                available_bytes,
-                page_tokens=page_tokens,
-                page_rows=page_rows,
-                num_window_pages=num_window_pages,
-                max_seq_len=max_seq_len,
-            ),
+            num_global_pages=num_global_pages,
             num_window_pages=num_window_pages,
             replay=self._replay_rule(config, page_tokens),
             prefix_cache=self.prefix_cache,
@@ -210,25 +220,23 @@ class ServeSettings:
         except ValueError as error:
             raise SettingsError(str(error)) from None
 
-    def _global_pages(
-        self,
-        config: ModelConfig,
-        available_bytes: int,
-        *,
-        page_tokens: int,
-        page_rows: int,
-        num_window_pages: int,
-        max_seq_len: int,
-    ) -> int:
-        """What the budget holds beside the private state. By fraction, at most what
-        `max_batch_size` requests of full length can fill."""
+    def _cache_bytes(
+        self, config: ModelConfig, page_tokens: int, page_rows: int, num_window_pages: int
+    ) -> tuple[int, int]:
+        """Bytes of all private state, and of one global page."""
         value_bytes = None if self.cache_quant else DTYPE_BYTES[self.dtype]
-        page_bytes = global_page_bytes(config, page_tokens, value_bytes=value_bytes)
         window_bytes = num_window_pages * window_page_bytes(
             config, page_rows, value_bytes=value_bytes
         )
         slot_bytes = tail_bytes(config, value_bytes=max(4, DTYPE_BYTES[self.dtype]))
-        private_bytes = window_bytes + self.max_batch_size * slot_bytes
+        page_bytes = global_page_bytes(config, page_tokens, value_bytes=value_bytes)
+        return window_bytes + self.max_batch_size * slot_bytes, page_bytes
+
+    def _global_pages(
+        self, available_bytes: int, private_bytes: int, page_bytes: int, *, most: int
+    ) -> int:
+        """What the budget holds beside the private state. By fraction, at most what
+        `max_batch_size` requests of full length can fill."""
         budget = self.kv_cache_memory_bytes or int(available_bytes * self.kv_cache_memory_fraction)
         num_pages = (budget - private_bytes) // page_bytes
         if num_pages < 2:
@@ -238,9 +246,7 @@ class ServeSettings:
                 f"{self.max_num_tokens} rows a step, {page_bytes} a global page), got {budget}; "
                 "give more memory, or lower max_batch_size or max_num_tokens"
             )
-        if self.kv_cache_memory_bytes is None:
-            num_pages = min(num_pages, self.max_batch_size * -(-max_seq_len // page_tokens) + 1)
-        return num_pages
+        return num_pages if self.kv_cache_memory_bytes else min(num_pages, most)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from python_backend.settings import CoreLimits, ServeSettings, SettingsError
 GIB = 1 << 30
 
 
-def resolve(config: ModelConfig, available_bytes: int = GIB, **settings: object) -> CoreLimits:
+def resolve(config: ModelConfig, available_bytes: int = GIB, **settings: Any) -> CoreLimits:
     return ServeSettings.from_options(settings).resolve(config, available_bytes)
 
 
@@ -53,6 +54,19 @@ def test_pages_are_what_the_bytes_hold(tiny_config: ModelConfig) -> None:
             max_num_tokens=32,
             kv_cache_memory_bytes=private + 2 * 1696 - 1,
         )
+
+
+@pytest.mark.parametrize(
+    "asked", [{"kv_cache_memory_bytes": GIB + 1696}, {"num_global_pages": GIB // 1696 + 1}]
+)
+def test_caches_beyond_the_free_memory_are_refused(
+    tiny_config: ModelConfig, asked: dict[str, int]
+) -> None:
+    """Pages are touched long after start-up, so too large a pool would end a serving process."""
+    with pytest.raises(SettingsError, match=f"at most {GIB} bytes, the memory that is free, got"):
+        resolve(tiny_config, GIB, **asked)
+    name, count = next(iter(asked.items()))
+    resolve(tiny_config, 2 * GIB, **{name: count})
 
 
 def test_plain_values_take_more_bytes(tiny_config: ModelConfig) -> None:
@@ -146,7 +160,7 @@ def test_bad_options_are_refused(options: dict[str, object], sentence: str) -> N
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_start_up(
-    tiny_config: ModelConfig, settings: dict[str, object], sentence: str
+    tiny_config: ModelConfig, settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(SettingsError, match=sentence):
         resolve(tiny_config, **settings)
