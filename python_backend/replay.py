@@ -21,8 +21,10 @@ Position = TypeVar("Position", int, npt.NDArray[np.int64])
 class ReplayRule:
     """How hits are replayed, one rule per deployment.
 
-    `replay_length` rows are run again below a hit. `decoder_tail` is the number of trailing
-    prompt rows that run through the decoder, None for all of them.
+    `replay_length` rows are run again below a hit, from 0 on. `decoder_tail` is the number of
+    trailing prompt rows that run through the decoder, at least the last, None for all of them.
+    Either may be shorter than the window: the floors hide what was never written from the rows
+    that would read it, at a cost in accuracy that grows as the numbers shrink.
     """
 
     window: int
@@ -36,15 +38,12 @@ class ReplayRule:
                 "expected a window and a global page of at least one token, got "
                 f"{self.window} and {self.global_page_tokens}"
             )
-        if self.replay_length < self.window:
+        if self.replay_length < 0:
+            raise ValueError(f"expected a replay of at least 0 rows, got {self.replay_length}")
+        if self.decoder_tail is not None and self.decoder_tail < 1:
             raise ValueError(
-                f"expected a replay of at least the window of {self.window} rows, got "
-                f"{self.replay_length}; a shorter one leaves rows unwritten that decoding reads"
-            )
-        if self.decoder_tail is not None and self.decoder_tail < self.window:
-            raise ValueError(
-                f"expected a decoder tail of at least the window of {self.window} rows, "
-                f"got {self.decoder_tail}"
+                f"expected a decoder tail of at least 1 row, got {self.decoder_tail}; the last row "
+                "makes the first token"
             )
 
 
@@ -65,15 +64,10 @@ class ReplayPlan:
     num_replayed: int
 
 
-def first_live(position: Position, window: int, num_replayed: int = 0) -> Position:
-    """Lowest position whose window row must exist when `position` comes next.
-
-    The next token reads down to position − window + 1. A request that is about to replay
-    `num_replayed` rows below `position` starts lower, at position − num_replayed. Retiring,
-    admission and tables all ask this one function: with two rules, a hit one short of a page
-    boundary retires the very page that its replay writes.
-    """
-    live = position - max(window - 1, num_replayed)
+def first_live(position: Position, window: int) -> Position:
+    """Lowest position whose window row may still be read when `position` comes next: the next
+    token reads down to position − window + 1. A life that starts above it holds fewer rows."""
+    live = position - (window - 1)
     return live * (live > 0)
 
 
@@ -111,7 +105,7 @@ def plan_replay(
     if hit <= rule.replay_length:
         hit = 0
     num_replayed = min(rule.replay_length, hit)
-    start = first_live(hit, rule.window, num_replayed)
+    start = hit - num_replayed
     tail_start = 0 if rule.decoder_tail is None else num_prompt_tokens - rule.decoder_tail
     return ReplayPlan(
         hit=hit,

@@ -78,7 +78,7 @@ class ServeSettings:
     num_window_pages: int | None = None  # with the null page; None: what always suffices
     prefix_cache: bool = True
     swa_bounded_replay: bool = True
-    replay_length: int | None = None  # rows replayed after a hit; None: one window
+    replay_length: int | None = None  # rows replayed after a hit, from 0 on; None: one window
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -87,8 +87,9 @@ class ServeSettings:
             )
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise SettingsError(f"expected {field.name} of at least 1, got {value}")
+            least = 0 if field.name == "replay_length" else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise SettingsError(f"expected {field.name} of at least {least}, got {value}")
         if self.num_global_pages == 1:
             raise SettingsError(
                 "expected num_global_pages of at least 2, got 1, which is the null page"
@@ -207,18 +208,16 @@ class ServeSettings:
     def _replay_rule(self, config: ModelConfig, page_tokens: int) -> ReplayRule:
         window = config.sliding_window
         if self.swa_bounded_replay:
-            length, tail = self.replay_length or window, self.replay_length or window
+            length = window if self.replay_length is None else self.replay_length
+            tail = max(length, 1)
         else:
             length, tail = max(config.exact_replay_length, window), None
-        try:
-            return ReplayRule(
-                window=window,
-                replay_length=length,
-                decoder_tail=tail,
-                global_page_tokens=page_tokens,
-            )
-        except ValueError as error:
-            raise SettingsError(str(error)) from None
+        return ReplayRule(
+            window=window,
+            replay_length=length,
+            decoder_tail=tail,
+            global_page_tokens=page_tokens,
+        )
 
     def _cache_bytes(
         self, config: ModelConfig, page_tokens: int, page_rows: int, num_window_pages: int

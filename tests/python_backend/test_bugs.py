@@ -10,7 +10,7 @@ from python_backend.executor.simulated import SimulatedExecutor
 from python_backend.kv.global_pool import GlobalPages
 from python_backend.kv.groups import CacheGroup
 from python_backend.kv.window_pool import WindowPages, pages_per_request
-from python_backend.replay import ReplayRule, first_live, plan_replay
+from python_backend.replay import ReplayRule, plan_replay
 from python_backend.request import RequestError
 from python_backend.scheduler.scheduler import Scheduler
 
@@ -31,7 +31,7 @@ def test_hit_one_short_of_a_page_boundary_keeps_the_page_that_replay_writes(page
     )
     slot = np.array([0])
     for hit in range(1, 1025):
-        start = first_live(hit, window, min(window, hit))
+        start = hit - min(window, hit)
         assert start == max(0, hit - window)
         pool.start(0, start)
         pool.grow(slot, np.array([start + 1]))

@@ -19,12 +19,9 @@ from python_backend.replay import (
 RELEASED = ReplayRule(window=128, replay_length=128, decoder_tail=128, global_page_tokens=256)
 
 
-@pytest.mark.parametrize(
-    ("position", "num_replayed", "expected"),
-    [(0, 0, 0), (1, 0, 0), (127, 0, 0), (128, 0, 1), (255, 0, 128), (256, 128, 128), (100, 100, 0)],
-)
-def test_first_live_row(position: int, num_replayed: int, expected: int) -> None:
-    assert first_live(position, 128, num_replayed) == expected
+@pytest.mark.parametrize(("position", "expected"), [(0, 0), (1, 0), (127, 0), (128, 1), (255, 128)])
+def test_first_live_row(position: int, expected: int) -> None:
+    assert first_live(position, 128) == expected
 
 
 def test_first_live_row_of_many_positions() -> None:
@@ -79,7 +76,7 @@ def test_exact_mode_replays_every_layer_and_trims_nothing() -> None:
 @settings(deadline=None)
 @given(
     window=st.integers(1, 64),
-    factor=st.integers(1, 4),
+    length=st.integers(0, 256),
     page_tokens=st.integers(1, 64),
     num_prompt_tokens=st.integers(1, 1000),
     num_outputs=st.integers(0, 100),
@@ -87,22 +84,25 @@ def test_exact_mode_replays_every_layer_and_trims_nothing() -> None:
 )
 def test_any_plan_keeps_the_rules(
     window: int,
-    factor: int,
+    length: int,
     page_tokens: int,
     num_prompt_tokens: int,
     num_outputs: int,
     data: st.DataObject,
 ) -> None:
-    rule = ReplayRule(window, window * factor, window * factor, page_tokens)
+    tail = max(length, 1)
+    rule = ReplayRule(window, length, tail, page_tokens)
     num_tokens = num_prompt_tokens + num_outputs
     found = page_tokens * data.draw(st.integers(0, (num_tokens - 1) // page_tokens))
     plan = plan_replay(rule, num_tokens=num_tokens, num_prompt_tokens=num_prompt_tokens, hit=found)
-    assert plan.hit == (found if found > window * factor else 0)
+    assert plan.hit == (found if found > length else 0)
     assert plan.replay_start == plan.encoder_floor == plan.hit - plan.num_replayed >= 0
     assert plan.write_floor == plan.hit < num_tokens
-    assert plan.decoder_floor == max(plan.replay_start, num_prompt_tokens - window * factor)
-    # Decoding never touches a floor: the window of the first output starts at or above both.
-    assert max(plan.encoder_floor, plan.decoder_floor) <= max(0, num_tokens - window)
+    assert plan.decoder_floor == max(plan.replay_start, num_prompt_tokens - tail)
+    assert plan.decoder_floor < num_tokens  # the row that makes the next token runs
+    if length >= window:
+        # Decoding never touches a floor: the window of the first output starts at or above both.
+        assert max(plan.encoder_floor, plan.decoder_floor) <= max(0, num_tokens - window)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,19 @@ def test_external_hits_are_cut_to_whole_pages() -> None:
             assert round_external_hit(256 * whole + rest, 256) == 256 * whole
 
 
+@pytest.mark.parametrize(("length", "start"), [(0, 512), (32, 480), (127, 385)])
+def test_replays_shorter_than_a_window(length: int, start: int) -> None:
+    rule = ReplayRule(128, length, max(length, 1), 256)
+    plan = plan_replay(rule, num_tokens=1000, num_prompt_tokens=1000, hit=512)
+    assert (plan.hit, plan.num_replayed) == (512, length)
+    assert plan.replay_start == plan.encoder_floor == start
+    assert plan.decoder_floor == 1000 - max(length, 1)
+
+
 def test_rules_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="replay of at least the window of 128 rows, got 127"):
-        ReplayRule(window=128, replay_length=127, decoder_tail=128, global_page_tokens=256)
-    with pytest.raises(ValueError, match="decoder tail of at least the window of 128"):
-        ReplayRule(window=128, replay_length=128, decoder_tail=100, global_page_tokens=256)
+    with pytest.raises(ValueError, match="replay of at least 0 rows, got -1"):
+        ReplayRule(window=128, replay_length=-1, decoder_tail=128, global_page_tokens=256)
+    with pytest.raises(ValueError, match="decoder tail of at least 1 row, got 0"):
+        ReplayRule(window=128, replay_length=0, decoder_tail=0, global_page_tokens=256)
     with pytest.raises(ValueError, match="at least one token, got 0"):
         ReplayRule(window=0, replay_length=0, decoder_tail=0, global_page_tokens=256)

@@ -360,7 +360,7 @@ def workloads(draw: st.DrawFn) -> tuple[CoreLimits, list[tuple[int, Stream]]]:
     window = draw(st.sampled_from([2, 5, 8]))
     page_tokens = draw(st.sampled_from([2, 6, 16]))
     exact = draw(st.booleans())
-    length = 3 * (window - 1) if exact else window
+    length = 3 * (window - 1) if exact else draw(st.sampled_from([0, 1, window // 2, window]))
     bounds = limits(
         window=window,
         history_width=draw(st.integers(0, 3)),
@@ -369,7 +369,7 @@ def workloads(draw: st.DrawFn) -> tuple[CoreLimits, list[tuple[int, Stream]]]:
         max_num_tokens=2 * window + draw(st.integers(0, 20)),
         max_batch_size=draw(st.integers(1, 4)),
         num_global_pages=1 + -(-130 // page_tokens) + draw(st.integers(0, 12)),
-        replay=ReplayRule(window, max(length, window), None if exact else window, page_tokens),
+        replay=ReplayRule(window, length, None if exact else max(length, 1), page_tokens),
         prefix_cache=draw(st.booleans()),
     )
     streams = []

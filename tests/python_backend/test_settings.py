@@ -97,8 +97,11 @@ def test_exact_mode(tiny_config: ModelConfig) -> None:
 
 def test_replay_length_is_a_setting_of_its_own(tiny_config: ModelConfig) -> None:
     assert resolve(tiny_config, replay_length=24).replay == ReplayRule(8, 24, 24, 16)
-    with pytest.raises(SettingsError, match="at least the window of 8 rows, got 7"):
-        resolve(tiny_config, replay_length=7)
+    assert resolve(tiny_config, replay_length=2).replay == ReplayRule(8, 2, 2, 16)
+    # Without a replayed row the last prompt row still makes the first token.
+    assert resolve(tiny_config, replay_length=0).replay == ReplayRule(8, 0, 1, 16)
+    with pytest.raises(SettingsError, match="replay_length of at least 0, got -1"):
+        resolve(tiny_config, replay_length=-1)
     with pytest.raises(SettingsError, match="drop one of the two"):
         resolve(tiny_config, replay_length=24, swa_bounded_replay=False)
 
