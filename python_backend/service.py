@@ -24,6 +24,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.directory import Engine
+from engine.manifest import EngineError
 from engine.network import Network
 from engine.paged_cache import CachePools
 from python_backend.core import EngineCore
@@ -86,6 +87,7 @@ class CheckedEngine:
     engine: Engine
     settings: ServeSettings
     text: TextTokenizer | None
+    end_ids: frozenset[int]
 
     def limits(self) -> CoreLimits:
         """Sized for the memory that is free now. Raises SettingsError when that is too little."""
@@ -95,13 +97,18 @@ class CheckedEngine:
 def check(engine_dir: Path, options: Mapping[str, Any]) -> CheckedEngine:
     """Raises EngineError, SettingsError, ConfigError or TokenizerError with one sentence."""
     engine = Engine.open(engine_dir)
+    if engine.build.tp_size != 1:
+        raise EngineError(
+            f"expected an engine of one rank, got {engine.build.tp_size} ranks in {engine.path}; "
+            "build it with --tp_size 1"
+        )
     text = None
     if engine.tokenizer_path is not None:
         config = engine.config
         text = TextTokenizer.from_file(
             engine.tokenizer_path, config.vocab_size, config.bos_token_id
         )
-    checked = CheckedEngine(engine, settings_for(engine, options), text)
+    checked = CheckedEngine(engine, settings_for(engine, options), text, _end_ids(engine))
     checked.limits()
     return checked
 
@@ -140,7 +147,7 @@ class ServedModel:
         )
         on_progress("making cache pools", 1.0)
         core = EngineCore(TorchExecutor(network, pools), limits)
-        return ServedModel(config, limits, core, checked.text, _end_ids(checked.engine))
+        return ServedModel(config, limits, core, checked.text, checked.end_ids)
 
     def start(self) -> None:
         """Serve on a thread of its own until `stop`."""
@@ -202,6 +209,14 @@ def _share_of(total: int, stage: str, on_progress: OnProgress) -> Callable[[int]
 
 
 def _end_ids(engine: Engine) -> frozenset[int]:
-    """The configuration's end token and those of generation_config.json."""
-    more = engine.generation_config.get("eos_token_id", [])
-    return frozenset({engine.config.eos_token_id, *([more] if isinstance(more, int) else more)})
+    """The configuration's end token and those of generation_config.json, where null is none."""
+    given = engine.generation_config.get("eos_token_id")
+    more = given if isinstance(given, list) else [] if given is None else [given]
+    for token in more:
+        if type(token) is not int or not 0 <= token < engine.config.vocab_size:
+            raise EngineError(
+                f"expected eos_token_id in generation_config.json of {engine.path} to be token ids "
+                f"from 0 to {engine.config.vocab_size - 1}, got {given!r}; mend the checkpoint's "
+                "file and build the engine again"
+            )
+    return frozenset({engine.config.eos_token_id, *more})

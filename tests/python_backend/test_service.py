@@ -19,6 +19,7 @@ from builder.byte_tokenizer import byte_tokenizer
 from builder.cli import main
 from engine.config import ModelConfig
 from engine.directory import Engine
+from engine.manifest import EngineError
 from python_backend import service
 from python_backend.request import Request, RequestError, SamplingParams
 from python_backend.responses import Outputs, Responder, ResponseStream
@@ -196,3 +197,33 @@ def test_a_whole_answer_is_the_streamed_one(ask: Any) -> None:
         "text_output", "output_ids", "cached_tokens", "finish_reason", "num_input_tokens"
     }  # fmt: skip
     assert only["num_input_tokens"].tolist() == [[20]]
+
+
+def built_with(tiny_dir: Path, folder: Path, end_token: object, *options: str) -> Path:
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (checkpoint / name).symlink_to(tiny_dir / name)
+    text = json.dumps({"eos_token_id": end_token})
+    (checkpoint / "generation_config.json").write_text(text)
+    classes = f"--token_class={tiny_dir / 'golden_quant.safetensors'}"
+    paths = ["--checkpoint_dir", str(checkpoint), "--output_dir", str(folder / "engine")]
+    assert main(["engine", *paths, classes, *options]) == 0
+    return folder / "engine"
+
+
+def test_end_tokens_are_checked_before_weights_are_read(tiny_dir: Path, tmp_path: Path) -> None:
+    """A wrong end token would refuse every request and blame its sender; null is no end token."""
+    for i, wrong in enumerate([512, -1, "x", True, [1, None]]):
+        with pytest.raises(EngineError, match=r"token ids from 0 to 511, got "):
+            service.check(built_with(tiny_dir, tmp_path / str(i), wrong), {})
+    checked = service.check(built_with(tiny_dir, tmp_path / "null", None), {})
+    assert checked.end_ids == {1}
+    checked = service.check(built_with(tiny_dir, tmp_path / "one", 7), {})
+    assert checked.end_ids == {1, 7}
+
+
+def test_an_engine_of_several_ranks_is_refused_at_once(tiny_dir: Path, tmp_path: Path) -> None:
+    engine = built_with(tiny_dir, tmp_path / "ranks", 1, "--tp_size=2")
+    with pytest.raises(EngineError, match="one rank, got 2 ranks"):
+        service.check(engine, {})
