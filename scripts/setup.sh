@@ -29,7 +29,7 @@ if [ -z "$python" ]; then
   done
 fi
 if [ -z "$python" ]; then
-  need_packages python3.11 python3.11-venv libpython3.11 ca-certificates
+  need_packages python3.11 python3.11-venv libpython3.11
   python=python3.11
 fi
 
