@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from builder.checkpoint import Checkpoint
@@ -44,8 +45,13 @@ def forward(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     partial = out.with_name(out.name + PARTIAL_SUFFIX)
-    save_file({name: tensor.contiguous() for name, tensor in results.items()}, partial)
-    os.replace(partial, out)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in results.items()}, partial)
+        os.replace(partial, out)
+    except SafetensorError as error:
+        raise ConfigError(f"out: cannot write {out}: {error}; choose another place") from None
+    finally:
+        partial.unlink(missing_ok=True)
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in results.items())
     print(f"{out}: {shapes}")
 

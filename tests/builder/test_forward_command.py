@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -180,6 +181,20 @@ def test_paths_that_cannot_be_used(
     sentence(capsys, main(options(tiny_dir, tmp_path / "text.npy", out)), "text.npy")
     nowhere = tmp_path / "no directory" / "out.safetensors"
     sentence(capsys, main(options(tiny_dir, tokens_file, nowhere)), "out")
+
+
+def test_a_result_that_cannot_be_written_leaves_nothing(
+    tiny_dir: Path, tokens_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a full disk: files may not grow beyond 4 KiB, the result has more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        status = main(options(tiny_dir, tokens_file, tmp_path / "out.safetensors"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sentence(capsys, status, "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_token_classes(
