@@ -12,7 +12,7 @@ need_packages() {
   [ $# -eq 0 ] && return
   if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
     echo "setup: installing $* with apt"
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
   else
     fail "this machine lacks: $*. Install them (apt-get install $*) and run this again."
   fi
