@@ -1,0 +1,83 @@
+"""Diagnostics of evaluation: one mechanism of the network switched off in this process.
+
+An operator that the network calls is swapped for one that leaves the mechanism out. No server has
+such an option.
+
+    with ablated("engram"):
+        ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.network import attention, encoder, select
+
+
+class _Swap(NamedTuple):
+    module: ModuleType
+    name: str
+    replacement: Callable[[Any], Callable[..., Any]]  # of the original operator
+
+
+def _without_engram(original: Any) -> Callable[..., torch.Tensor]:
+    def inject(streams: torch.Tensor, *_: Any) -> torch.Tensor:
+        return streams
+
+    return inject
+
+
+def _random_scores(original: Any) -> Callable[..., torch.Tensor]:
+    """Independent uniform scores for all that a row sees: a selection that knows nothing."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def index_scores(*arguments: Any, **options: Any) -> torch.Tensor:
+        scores: torch.Tensor = original(*arguments, **options)
+        device = scores.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(0)
+        drawn = torch.rand(scores.shape, generator=generators[device], device=device)
+        return torch.where(scores.isneginf(), scores, drawn.to(scores.dtype))
+
+    return index_scores
+
+
+def _window_only(original: Any) -> Callable[..., torch.Tensor]:
+    def mega_attention(
+        q: Any, positions: Any, inv_freq: Any, window: Any, keys: Any, main: Any, slots: Any,
+        sink: Any, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        attended: torch.Tensor = original(
+            q, positions, inv_freq, window, keys, None, None, sink, **options
+        )
+        return attended
+
+    return mega_attention
+
+
+ABLATIONS = {
+    "engram": _Swap(encoder, "inject", _without_engram),
+    "indexer": _Swap(select, "index_scores", _random_scores),
+    "global": _Swap(attention, "mega_attention", _window_only),
+}
+
+
+@contextmanager
+def ablated(name: str | None) -> Iterator[None]:
+    """Without Engram ("engram"), with random selection ("indexer"), or with the windows alone
+    ("global"), for every network of this process; None changes nothing."""
+    if name is None:
+        yield
+        return
+    module, operator, replacement = ABLATIONS[name]
+    original = getattr(module, operator)
+    setattr(module, operator, replacement(original))
+    try:
+        yield
+    finally:
+        setattr(module, operator, original)

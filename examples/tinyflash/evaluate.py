@@ -1,0 +1,139 @@
+"""Accuracy of an engine on held-out questions, inside one process.
+
+    python -m examples.tinyflash.evaluate --engine DIR --task arithmetic --limit 1319 \\
+        --json base.json
+    python -m examples.tinyflash.evaluate --engine DIR --task arithmetic --limit 1319 \\
+        --no-swa-bounded-replay --json exact.json --compare base.json
+
+Asks the questions that `dsv41-client eval` asks, on the same serving core, without a server and on
+a GPU where there is one. `--warm` asks each question after its prompt was put into the prefix
+cache, so that every answer follows a hit and its replay. `--ablate` is a diagnostic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.tinyflash import compare
+from examples.tinyflash.ablations import ABLATIONS, ablated
+from examples.tinyflash.evaluation import (
+    ANSWER_TOKENS,
+    DOCUMENT_TOKENS,
+    TASKS,
+    Answer,
+    Report,
+    questions,
+    report,
+    table,
+)
+from examples.tinyflash.in_process import InProcess
+from examples.tinyflash.scoring import Question
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        others = [compare.read(path) for path in arguments.compare]
+        made = evaluate(arguments)
+        print(table(made))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(made, ensure_ascii=False, indent=1) + "\n")
+        runs = [*others, (arguments.json.stem if arguments.json else "this run", made)]
+        if others:
+            print(f"\n{compare.table(runs)}")
+        if arguments.plot:
+            compare.plot(runs, arguments.plot)
+    except ValueError as error:  # every refusal of engine, settings and questions is one
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace) -> Report:
+    """Ask and score. Raises ValueError with one sentence for what cannot be asked."""
+    asked = questions(
+        arguments.task, arguments.limit, arguments.seed, tuple(arguments.document_tokens)
+    )
+    options: dict[str, Any] = {
+        "dtype": arguments.dtype,
+        "swa_bounded_replay": not arguments.no_swa_bounded_replay,
+        "replay_length": arguments.replay_length,
+    }
+    with ablated(arguments.ablate):
+        model = InProcess(arguments.engine, options, arguments.device)
+        try:
+            started = time.monotonic()
+            answers = _ask(model, asked, arguments)
+            seconds = time.monotonic() - started
+        finally:
+            model.close()
+    manifest = (arguments.engine / "manifest.json").read_bytes()
+    settings = options | {
+        "device": arguments.device,
+        "engine": hashlib.sha256(manifest).hexdigest()[:16],
+        "thinking": arguments.thinking,
+        "warm": arguments.warm,
+        "ablate": arguments.ablate,
+    }
+    return report(asked, answers, seed=arguments.seed, settings=settings, seconds=seconds)
+
+
+def _ask(
+    model: InProcess, asked: Sequence[Question], arguments: argparse.Namespace
+) -> list[Answer]:
+    """All at once; with `warm`, as many at a time as certainly find their prompts again."""
+    options = {"thinking": arguments.thinking}
+    answers: list[Answer] = []
+    size = model.max_batch_size if arguments.warm else len(asked)
+    for first in range(0, len(asked), size):
+        some = asked[first : first + size]
+        if arguments.warm:
+            model.warm([question.prompt for question in some], **options)
+        running = [
+            model.start(question.prompt, max_tokens=arguments.max_tokens, **options)
+            for question in some
+        ]
+        for pending in running:
+            answers.append(pending.answer())
+            if len(answers) % 50 == 0:
+                print(f"{len(answers)} of {len(asked)} answered", file=sys.stderr, flush=True)
+    return answers
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.tinyflash.evaluate",
+        description="Ask an engine held-out questions inside this process, and score the answers.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--engine", type=Path, required=True, help="engine directory with a tokenizer")
+    add("--task", choices=TASKS, required=True)
+    add("--limit", type=int, default=200, help="number of questions")
+    add("--seed", type=int, default=0, help="each seed draws other questions")
+    add("--document-tokens", type=int, nargs=2, default=DOCUMENT_TOKENS, help="of retrieval")
+    add("--max-tokens", type=int, default=ANSWER_TOKENS, help="most tokens of an answer")
+    add("--thinking", action="store_true", help="reason before answering")
+    add("--device", default="cpu", help="cpu or cuda")
+    add("--dtype", default="float32", help="float32, bfloat16 or float64")
+    add("--no-swa-bounded-replay", action="store_true", help="the exact mode")
+    add("--replay-length", type=int, help="rows replayed, from 0 on; one window if left out")
+    add("--warm", action="store_true", help="ask each question after a prefix hit on its prompt")
+    add("--ablate", choices=tuple(ABLATIONS), help="diagnostic: without this mechanism")
+    add("--json", type=Path, metavar="FILE", help="write the report here")
+    add("--compare", type=Path, nargs="+", default=[], metavar="REPORT",
+        help="reports on the same questions; differences are from the first")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="draw the accuracies of all these runs")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

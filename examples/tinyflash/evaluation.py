@@ -1,0 +1,143 @@
+"""Held-out questions asked, and the report on their answers: the same for a server and in process.
+
+A report is a plain mapping that JSON holds: `accuracy`, `stderr` and `n` of all questions, the same
+for each part of them, the settings, and one record per question, which is what a paired comparison
+reads. Needs numpy and the tokenizer, no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from examples.tinyflash.arithmetic import heldout_arithmetic
+from examples.tinyflash.retrieval import heldout_retrieval
+from examples.tinyflash.scoring import Question, Task, is_correct, score
+
+TASKS: tuple[Task, ...] = ("arithmetic", "retrieval")
+ANSWER_TOKENS = 256  # five worked lines are about 150
+DOCUMENT_TOKENS = (4096, 8000)
+
+Report = dict[str, Any]
+
+# What the labels of word problems are called in a report; all but the first are seen templates.
+_PARTS = {"template": "unseen templates", "numbers": "unseen numbers", "range": "unseen range"}
+
+
+class Answer(NamedTuple):
+    """What came back for one question. Counts are tokens."""
+
+    text: str
+    finish_reason: str
+    num_input_tokens: int
+    cached_tokens: int
+    num_output_tokens: int
+
+
+def questions(
+    task: Task, limit: int, seed: int, document_tokens: tuple[int, int] = DOCUMENT_TOKENS
+) -> list[Question]:
+    """`limit` held-out questions; documents have from `document_tokens[0]` to `[1]` tokens.
+
+    Raises ValueError for fewer than two questions, which have no standard error, and for lengths
+    that hold no document.
+    """
+    if limit < 2:
+        raise ValueError(f"expected a limit of at least 2 questions, got {limit}; raise it")
+    if task == "arithmetic":
+        return heldout_arithmetic(limit, seed)
+    return heldout_retrieval(limit, seed, *document_tokens)
+
+
+def report(
+    asked: Sequence[Question],
+    answers: Sequence[Answer],
+    *,
+    seed: int,
+    settings: Mapping[str, Any],
+    seconds: float,
+) -> Report:
+    """The report on `answers`, one per question in the same order."""
+    records = [
+        {
+            "question": hashlib.sha256(question.prompt.encode()).hexdigest()[:16],
+            "label": question.label,
+            "source": question.source,
+            "expected": question.answer,
+            "correct": is_correct(question, answer.text),
+            **answer._asdict(),
+        }
+        for question, answer in zip(asked, answers, strict=True)
+    ]
+    total = score([record["correct"] for record in records])
+    return {
+        "task": asked[0].task,
+        "seed": seed,
+        "settings": dict(settings),
+        **total.to_json(),
+        "parts": {
+            name: _part([record["correct"] for record in members])
+            for name, members in _members(asked[0].task, records).items()
+        },
+        "num_cut_short": sum(record["finish_reason"] == "length" for record in records),
+        "mean_input_tokens": float(np.mean([answer.num_input_tokens for answer in answers])),
+        "mean_cached_tokens": float(np.mean([answer.cached_tokens for answer in answers])),
+        "mean_output_tokens": float(np.mean([answer.num_output_tokens for answer in answers])),
+        "seconds": round(seconds, 3),
+        "records": records,
+    }
+
+
+def table(made: Report) -> str:
+    """All questions, then each part of them, one per line."""
+    rows = [("part", "questions", "right", "± stderr")]
+    for name, part in [("all", made), *made["parts"].items()]:
+        stderr = "" if part["stderr"] is None else f"{100 * part['stderr']:.2f} %"
+        rows.append((name, str(part["n"]), f"{100 * part['accuracy']:.2f} %", stderr))
+    return "\n".join(
+        [
+            *aligned(rows),
+            f"tokens of a question: {made['mean_input_tokens']:.0f} in, "
+            f"{made['mean_cached_tokens']:.0f} of them cached, "
+            f"{made['mean_output_tokens']:.0f} out; {made['num_cut_short']} cut short",
+        ]
+    )
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return lines
+
+
+def _members(task: str, records: Sequence[Report]) -> dict[str, list[Report]]:
+    """Records by part: by label, and by length where the lengths differ."""
+    members: dict[str, list[Report]] = {}
+    for record in records:
+        label: str = record["label"]
+        members.setdefault(_PARTS.get(label, label), []).append(record)
+    members = dict(sorted(members.items(), reverse=task == "arithmetic"))
+    if task == "arithmetic":
+        seen = [record for record in records if record["label"] != "template"]
+        members = {"seen templates": seen, **members} if seen else members
+    lengths: dict[int, list[Report]] = {}
+    for record in records:
+        lengths.setdefault(record["num_input_tokens"].bit_length(), []).append(record)
+    if len(lengths) > 1:
+        for bits, group in sorted(lengths.items()):
+            members[f"{2 ** (bits - 1)} to {2**bits - 1} tokens"] = group
+    return members
+
+
+def _part(correct: Sequence[bool]) -> Report:
+    """As `Score.to_json`; one question alone has no standard error."""
+    if len(correct) < 2:
+        return {"accuracy": float(correct[0]), "stderr": None, "n": 1}
+    return dict(score(correct).to_json())

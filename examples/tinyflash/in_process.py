@@ -1,0 +1,145 @@
+"""An engine served inside this process, on a CPU or a GPU: the serving core without a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from engine.network import Network
+from engine.paged_cache import CachePools
+from examples.tinyflash.evaluation import Answer
+from plugins.formats.rows import PackedRows, ValueRows
+from python_backend.core import EngineCore
+from python_backend.executor.torch_executor import TorchExecutor
+from python_backend.request import Delta, FinishReason, Request, SamplingParams
+from python_backend.service import ServedModel, check
+from python_backend.text.chat_input import ChatRequest
+from python_backend.text.detokenizer import Detokenizer
+
+Value = TypeVar("Value")
+
+
+class InProcess:
+    """Answers prompts greedily, many at once. Leave with `close`."""
+
+    def __init__(self, engine_dir: Path, options: Mapping[str, Any], device: str = "cpu") -> None:
+        """`options` are serve settings. Raises ValueError with one sentence for an engine or
+        settings that cannot be served, and for an engine without a tokenizer."""
+        checked = check(engine_dir, options)
+        if checked.text is None:
+            raise ValueError(
+                f"expected an engine with a tokenizer, got none in {engine_dir}; build it from a "
+                "checkpoint that has tokenizer.json"
+            )
+        dtype = getattr(torch, checked.settings.dtype)
+        config, limits = checked.engine.config, checked.limits()
+        pools = CachePools(
+            config,
+            num_global_pages=limits.num_global_pages,
+            num_window_pages=limits.num_window_pages,
+            num_slots=limits.max_batch_size,
+            global_page_tokens=limits.global_page_tokens,
+            window_page_rows=limits.window_page_tokens,
+            dtype=dtype,
+            quantize=checked.settings.cache_quant,
+            device=device,
+        )
+        network = Network(config, moved(checked.engine.load_weights(dtype), device))
+        core = EngineCore(TorchExecutor(network, pools, device=device), limits)
+        self.max_batch_size = limits.max_batch_size
+        self._text = checked.text
+        self._model = ServedModel(config, limits, core, checked.text, checked.end_ids)
+        self._model.start()
+        self._num_asked = 0
+
+    def close(self) -> None:
+        self._model.stop()
+
+    def start(self, prompt: str, *, max_tokens: int, thinking: bool = False) -> Pending:
+        """Ask one question, as a user's message. Raises RequestError for one that does not fit."""
+        chat = ChatRequest([{"role": "user", "content": prompt}], thinking=thinking)
+        input_ids = self._text.encode_rendered(chat.render())
+        pending = Pending(len(input_ids), self._text.detokenizer())
+        self._num_asked += 1
+        self._model.core.add_request(
+            Request(
+                request_id=str(self._num_asked),
+                input_ids=input_ids,
+                max_tokens=max_tokens,
+                sampling=SamplingParams(),
+                end_ids=self._model.end_ids,
+                on_delta=pending.take,
+            )
+        )
+        return pending
+
+    def warm(self, prompts: Sequence[str], *, thinking: bool = False) -> None:
+        """Put prompts into the prefix cache; it holds about `max_batch_size` of any length."""
+        for pending in [self.start(p, max_tokens=1, thinking=thinking) for p in prompts]:
+            pending.answer()
+
+
+class Pending:
+    """A question that is being answered."""
+
+    def __init__(self, num_input_tokens: int, detokenizer: Detokenizer) -> None:
+        self._num_input_tokens = num_input_tokens
+        self._detokenizer = detokenizer
+        self._text: list[str] = []
+        self._num_output_tokens = 0
+        self._ended = threading.Event()
+        self._last: Delta | None = None
+
+    def take(self, delta: Delta) -> None:
+        """On the core's thread."""
+        spoken = delta.output_ids
+        self._num_output_tokens += len(spoken)
+        if delta.finish_reason is FinishReason.STOP:
+            spoken = spoken[:-1]
+        self._text.append(self._detokenizer.feed(spoken, last=delta.finish_reason is not None))
+        if delta.finish_reason is not None:
+            self._last = delta
+            self._ended.set()
+
+    def answer(self) -> Answer:
+        """Waits for the end. Raises RequestError when the request failed."""
+        self._ended.wait()
+        assert self._last is not None
+        if self._last.error is not None:
+            raise self._last.error
+        assert self._last.finish_reason is not None
+        return Answer(
+            text="".join(self._text),
+            finish_reason=str(self._last.finish_reason),
+            num_input_tokens=self._num_input_tokens,
+            cached_tokens=self._last.cached_tokens,
+            num_output_tokens=self._num_output_tokens,
+        )
+
+
+def moved(value: Value, device: str) -> Value:
+    """Weights with every tensor in their dataclasses, tuples and rows on `device`.
+
+    Raises TypeError for a kind of weight that it does not know.
+    """
+    result: Any = value
+    if isinstance(value, torch.Tensor):
+        result = value.to(device)
+    elif isinstance(value, tuple):
+        result = tuple(moved(member, device) for member in value)
+    elif isinstance(value, PackedRows):
+        result = PackedRows(value.data.to(device), value.layout)
+    elif isinstance(value, ValueRows):
+        result = ValueRows(value.values.to(device), value.layout)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {f.name: moved(getattr(value, f.name), device) for f in dataclasses.fields(value)}
+        result = dataclasses.replace(value, **changes)
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(f"expected weights in dataclasses and tuples, got {type(value).__name__}")
+    moved_value: Value = result
+    return moved_value
