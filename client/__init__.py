@@ -7,6 +7,7 @@ with GrpcClient("localhost:8001") as client:
         print(chunk.text_output, end="", flush=True)
 """
 
+from client.chat import Chat, ChatAnswer
 from client.grpc import GrpcClient
 from client.http import HttpClient
 from client.protocol import (
@@ -20,6 +21,8 @@ from client.protocol import (
 from client.stream import GenerateStream
 
 __all__ = [
+    "Chat",
+    "ChatAnswer",
     "DeploymentError",
     "FinishReason",
     "GenerateChunk",

@@ -1,4 +1,4 @@
-"""`dsv41-client`: generate, health, perf. Options may be written with - or _.
+"""`dsv41-client`: generate, chat, health, perf, eval. Options may be written with - or _.
 
 Answers, tables and JSON go to standard output; progress, summaries and errors to standard error.
 Exit codes: 0 done, 1 the deployment failed or is not healthy, 2 wrong usage, 130 interrupted.
@@ -20,9 +20,13 @@ from typing import Any
 import numpy as np
 
 from client import perf
+from client.chat import DEFAULT_MAX_TOKENS, Chat, converse
+from client.eval import Evaluation
+from client.eval import run as run_evaluation
 from client.grpc import GrpcClient
 from client.http import HttpClient
 from client.plot import plot, require_matplotlib
+from client.progress import Progress
 from client.protocol import (
     DEFAULT_MODEL,
     DeploymentError,
@@ -161,12 +165,10 @@ def _perf(arguments: argparse.Namespace) -> int:
         seed=secrets.randbits(32) if arguments.seed is None else arguments.seed,
     )
     levels = perf.parse_concurrency(arguments.concurrency)
-    for path in (arguments.json, arguments.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"expected an existing folder for {path}, got none: make it first")
+    _check_folders(arguments.json, arguments.plot)
     if arguments.plot:
         require_matplotlib()
-    show = _Progress()
+    show = Progress()
     measured = []
     with GrpcClient(arguments.url or _GRPC_ADDRESS, arguments.model) as client:
         for level in perf.measure(
@@ -194,20 +196,50 @@ def _perf(arguments: argparse.Namespace) -> int:
     return OK
 
 
-class _Progress:
-    """One line that is rewritten on a terminal; elsewhere a line every five seconds."""
+def _chat(arguments: argparse.Namespace) -> int:
+    given = ("max_tokens", "temperature", "top_p", "seed", "reasoning_effort")
+    options = {n: getattr(arguments, n) for n in given if getattr(arguments, n) is not None}
+    turns = arguments.message
+    if turns is None and not sys.stdin.isatty():
+        turns = [sys.stdin.read().rstrip("\n")]
+    with _client(arguments) as client:
+        chat = Chat(
+            client,
+            system=arguments.system,
+            thinking=arguments.thinking,
+            timeout=arguments.timeout,
+            **options,
+        )
+        finished = converse(chat, sys.stdin if turns is None else turns, say=_say)
+    return OK if finished else INTERRUPTED
 
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._next = 0.0
 
-    def __call__(self, message: str, *, last: bool = False) -> None:
-        if self._terminal:
-            sys.stderr.write(f"\r\x1b[K{message}" + ("\n" if last else ""))
-            sys.stderr.flush()
-        elif last or time.monotonic() >= self._next:
-            self._next = time.monotonic() + 5.0
-            _say(message)
+def _eval(arguments: argparse.Namespace) -> int:
+    _check_folders(arguments.json)
+    lengths = None if arguments.document_tokens is None else tuple(arguments.document_tokens)
+    show = Progress()
+    with GrpcClient(arguments.url or _GRPC_ADDRESS, arguments.model) as client:
+        asked = Evaluation(
+            task=arguments.task,
+            limit=arguments.limit,
+            seed=arguments.seed,
+            concurrency=arguments.concurrency,
+            thinking=arguments.thinking,
+            document_tokens=lengths,
+            max_tokens=arguments.max_tokens,
+        )
+        report, table = run_evaluation(client, asked, show)
+    show(f"{report['n']} questions answered in {report['seconds']:.1f} s", last=True)
+    print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n")
+    return OK
+
+
+def _check_folders(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"expected an existing folder for {path}, got none: make it first")
 
 
 def _client(arguments: argparse.Namespace) -> GrpcClient | HttpClient:
@@ -289,6 +321,19 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--no-stream", action="store_true", help="ask for one whole answer")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead")
 
+    chat = command("chat", _chat, "talk with the model; history is kept from turn to turn")
+    _add_transport(chat)
+    chat.add_argument("--message", action="append", help="ask this instead; again for more turns")
+    chat.add_argument("--system", help="how the assistant shall behave")
+    chat.add_argument("--thinking", action="store_true", help="reason before answering")
+    chat.add_argument("--reasoning-effort", help="low, high, xhigh, max or 1 to 100")
+    chat.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="most tokens of an answer"
+    )
+    chat.add_argument("--temperature", type=float, help="0 is greedy")
+    chat.add_argument("--top-p", type=float, help="1 is off")
+    chat.add_argument("--seed", type=int, help="of the random draws")
+
     health = command("health", _health, "say whether the deployment serves")
     _add_transport(health)
     health.add_argument("--deep", action="store_true", help="really generate one token")
@@ -308,6 +353,19 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument(
         "--perf-env", type=Path, default=perf.DEFAULT_ENVIRONMENT, help="perf_analyzer's place"
     )
+
+    accuracy = command("eval", _eval, "ask TinyFlash's held-out questions and score the answers")
+    accuracy.add_argument("--url", help=f"host:port of the gRPC endpoint ({_GRPC_ADDRESS})")
+    accuracy.add_argument("--task", choices=("arithmetic", "retrieval"), required=True)
+    accuracy.add_argument("--limit", type=_positive, default=200, help="number of questions")
+    accuracy.add_argument("--seed", type=int, default=0, help="each seed draws other questions")
+    accuracy.add_argument("--concurrency", type=_positive, default=8, help="questions at once")
+    accuracy.add_argument("--thinking", action="store_true", help="reason before answering")
+    accuracy.add_argument("--max-tokens", type=_positive, help="most tokens of an answer")
+    accuracy.add_argument(
+        "--document-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"), help="of retrieval"
+    )
+    accuracy.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     return parser
 
 

@@ -7,6 +7,7 @@ is written once.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,9 +64,13 @@ class DeploymentError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class GenerateRequest:
-    """One generation: either `text_input` or `input_ids`; None leaves a value to the server.
+    """One generation: `text_input`, `input_ids` or `messages`; None leaves a value to the server.
 
     input_ids: int32 [n], converted from any integers that fit.
+    messages: a conversation in the OpenAI form (role, content, reasoning_content, tool_calls,
+    tool_call_id), which the server renders in the model's chat format. With it may come `tools`
+    (OpenAI's form), `thinking` (reason before answering) and `reasoning_effort` (low, high, xhigh,
+    max or 1 … 100, only with thinking).
     max_tokens: most tokens to generate.
     temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. seed: 0 … 2**64 − 1.
     end_id: the token that ends the answer; −1 means that no token does.
@@ -75,6 +80,10 @@ class GenerateRequest:
 
     text_input: str | None = None
     input_ids: Int32Array | Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    thinking: bool | None = None
+    reasoning_effort: str | int | None = None
     max_tokens: int = 16
     temperature: float | None = None
     top_k: int | None = None
@@ -84,8 +93,11 @@ class GenerateRequest:
     request_id: str = ""
 
     def __post_init__(self) -> None:
-        if (self.text_input is None) == (self.input_ids is None):
-            raise ValueError("expected either text_input or input_ids: give exactly one of them")
+        prompts = (self.text_input, self.input_ids, self.messages)
+        if sum(prompt is not None for prompt in prompts) != 1:
+            raise ValueError(
+                "expected exactly one of text_input, input_ids and messages: give one of them"
+            )
         if self.input_ids is not None:
             object.__setattr__(self, "input_ids", _as_int32(self.input_ids))
 
@@ -150,6 +162,10 @@ class TensorSpec:
 INPUTS = (
     TensorSpec("text_input", "BYTES", np.object_),
     TensorSpec("input_ids", "INT32", np.int32),
+    TensorSpec("messages", "BYTES", np.object_),
+    TensorSpec("tools", "BYTES", np.object_),
+    TensorSpec("thinking", "BOOL", np.bool_),
+    TensorSpec("reasoning_effort", "BYTES", np.object_),
     TensorSpec("max_tokens", "INT32", np.int32),
     TensorSpec("temperature", "FP32", np.float32),
     TensorSpec("top_k", "INT32", np.int32),
@@ -235,7 +251,7 @@ def _as_int32(ids: Int32Array | Sequence[int]) -> Int32Array:
 def _tensor(spec: TensorSpec, value: Any) -> npt.NDArray[Any]:
     if spec.dtype is np.object_:
         try:
-            return np.array([[value.encode("utf-8")]], dtype=np.object_)
+            return np.array([[_as_text(spec.name, value).encode("utf-8")]], dtype=np.object_)
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"expected {spec.name} to be valid Unicode, got a lone surrogate at character "
@@ -251,6 +267,16 @@ def _tensor(spec: TensorSpec, value: Any) -> npt.NDArray[Any]:
                 f"got {value}"
             )
     return np.array([[value]], dtype=spec.dtype)
+
+
+def _as_text(name: str, value: Any) -> str:
+    """Text as it is, an effort's number in digits, lists of objects as JSON."""
+    if isinstance(value, str | int):
+        return str(value)
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected {name} that JSON can hold, but {error}") from None
 
 
 def _text(value: Any) -> str | None:
