@@ -34,7 +34,7 @@ def training_batch(
     )
     floor = np.maximum(first_written - config.sliding_window, 0) if trimmed else 0 * first_written
     zeros = np.zeros(requests, dtype=np.int64)
-    ragged = StepArrays(
+    arrays = StepArrays(
         tokens=tokens,
         query_start=query_start,
         first_position=zeros,
@@ -43,11 +43,12 @@ def training_batch(
         write_floor=zeros,
         history=np.full((requests, config.engram_max_ngram_size - 1), -1, dtype=np.int32),
         wants_logits=np.ones(requests, dtype=np.bool_),
-    ).to_torch(device, all_logits=True)
+    )
     written = np.flatnonzero(mask)
-    decoder_rows = ragged.decoder_rows.cpu().numpy()
+    row = np.arange(len(tokens)) - np.repeat(query_start[:-1], np.diff(query_start))
+    decoder_rows = np.flatnonzero(row >= np.repeat(floor, np.diff(query_start)))
     return TrainingBatch(
-        ragged,
+        arrays.to_torch(device, all_logits=True),
         query_start,
         torch.from_numpy(np.searchsorted(decoder_rows, written - 1)).to(device),
         torch.from_numpy(tokens[written].astype(np.int64)).to(device),

@@ -28,7 +28,7 @@ from engine.network.weights import (
     LayerWeights,
     NetworkWeights,
 )
-from examples.tinyflash.training.rows import TrainingCache
+from examples.tinyflash.training.rows import TrainingCache, round_rows
 from examples.tinyflash.training.selection import (
     Candidates,
     Sample,
@@ -45,6 +45,10 @@ from plugins.mega_mhc import HcMix, hc_expand, hc_mix
 from plugins.moe import moe
 from plugins.norm import rms_norm
 from plugins.rope import apply_rope
+
+# Sampled rows times the longest context: what teaching the indexers may cost.
+_SAMPLE_ENTRIES = 3 << 19
+_MIN_SAMPLES = 96
 
 
 class Scored(NamedTuple):
@@ -86,6 +90,8 @@ class BackboneForward:
         batch: RaggedBatch,
         query_start: Int32Array,
         num_samples: int,
+        *,
+        draft_features: bool = False,
     ) -> None:
         self.config = config
         self.weights = weights
@@ -96,6 +102,7 @@ class BackboneForward:
         self._engram_rows = engram.rows(batch)
         self._groups = length_groups(query_start, str(batch.tokens.device))
         self._num_samples = num_samples
+        self._wants_features = draft_features
         self._scored: Scored | None = None
         self._target: torch.Tensor | None = None
 
@@ -118,7 +125,7 @@ class BackboneForward:
         selection = Selected(None, None)
         for layer in layers:
             weights = self.weights.layers[layer]
-            if layer in config.dspark_target_layer_ids:
+            if self._wants_features and layer in config.dspark_target_layer_ids:
                 self.collected.draft_features.append(residual.streams.mean(1).detach())
             if weights.engram is not None:
                 engram_rows, eps = self._engram_rows[layer], config.rms_norm_eps
@@ -202,7 +209,7 @@ class BackboneForward:
         q = torch.unflatten(linear(latent, weights.wq_b), -1, (heads, width))
         q = apply_rope(q, positions, self.rope.of(layer))
         if self.cache.index_layout is not None:
-            q = self.cache.index_layout.round(q)
+            q = round_rows(self.cache.index_layout, q)
         return q, linear(u, weights.weights_proj) * (width**-0.5 * heads**-0.5)
 
     def _attention(
@@ -297,9 +304,8 @@ class BackboneForward:
             route_scale=config.routed_scaling_factor,
             gate_temp=config.gate_temp,
         )
-        self.collected.expert_counts[layer] = torch.bincount(
-            routing.ids.flatten(), minlength=config.n_routed_experts
-        )
+        expert = torch.arange(config.n_routed_experts, device=u.device)
+        self.collected.expert_counts[layer] = (routing.ids.unsqueeze(-1) == expert).sum((0, 1))
         y = moe(
             u,
             routing.ids,
@@ -314,7 +320,8 @@ class BackboneForward:
         """Random rows of a segment, in positions where something has to be left out."""
         crowded = (rows.positions + 1) // 2 > self.config.index_topk
         weight = crowded.float() + 1e-6
-        picked = torch.multinomial(weight, min(self._num_samples, len(weight)))
+        affordable = max(_MIN_SAMPLES, _SAMPLE_ENTRIES // self.batch.max_context)
+        picked = torch.multinomial(weight, min(self._num_samples, affordable, len(weight)))
         return Sample(
             picked,
             self.batch.query_start[rows.request[picked]],
@@ -326,8 +333,8 @@ class BackboneForward:
 def _latent(u: torch.Tensor, weights: CompressorWeights) -> torch.Tensor:
     if weights.wgate is None:
         return linear(u, weights.wkv)
-    pairs_a = linear(u, weights.wkv).unflatten(0, (-1, 2))
-    pairs_b = linear(u, weights.wgate).unflatten(0, (-1, 2))
+    pairs_a = torch.unflatten(linear(u, weights.wkv), 0, (-1, 2))
+    pairs_b = torch.unflatten(linear(u, weights.wgate), 0, (-1, 2))
     return pool_pairs(pairs_a, pairs_b)
 
 

@@ -20,6 +20,9 @@ from engine.network.weights import NetworkWeights
 from engine.safetensors_file import TensorInfo
 from examples.tinyflash.tokenizer import TOKENIZER_FILE
 
+# How much the streams' content moves the mixes at first; their static part dominates.
+_MIX_SCALE = 0.1
+
 CONFIG_FILE = Path(__file__).parent.parent / "config.json"
 
 
@@ -35,6 +38,7 @@ class InitialTensors:
         self._specs = {spec.name: spec for spec in all_weights(config)}
         self._generator = torch.Generator().manual_seed(seed)
         self._layers = config.num_hidden_layers
+        self._streams = config.hc_mult
 
     def __contains__(self, name: str) -> bool:
         return name in self._specs
@@ -47,13 +51,23 @@ class InitialTensors:
 
     def read(self, name: str) -> torch.Tensor:
         spec = self._specs[name]
-        if name.endswith(("gate.bias", "gate.bias_vl", "attn_sink", "_base")):
+        if name.endswith(("gate.bias", "gate.bias_vl", "attn_sink")):
             return torch.zeros(spec.shape)
+        if name.endswith("_base"):
+            return self._mix_base(name)
         if name.endswith("_scale"):
-            return torch.full(spec.shape, 0.5)
+            return torch.full(spec.shape, _MIX_SCALE)
         if "norm" in name or name.endswith(("q_weight", "k_weight")):
             return torch.ones(spec.shape)
         return torch.randn(spec.shape, generator=self._generator) * self._std(spec)
+
+    def _mix_base(self, name: str) -> torch.Tensor:
+        """A sublayer reads mostly one stream, writes to all, and the streams hardly mix."""
+        size = self._streams
+        layer = int(name.split(".")[1])
+        pre = torch.full((size,), -1.5)
+        pre[layer % size] = 1.5
+        return torch.cat([pre, torch.zeros(size), 3.0 * torch.eye(size).flatten()])
 
     def _std(self, spec: WeightSpec) -> float:
         if spec.name.endswith("embed.weight"):

@@ -2,14 +2,16 @@
 
     python -m examples.tinyflash.training.loop --out runs/tinyflash --steps 3000 --minutes 9
 
-Run it again to continue; it stops by itself after `--steps`. The last quarter of the steps trains
-the network as the released layout stores it (weights rounded, inputs of quantised linears rounded)
-while the learning rate falls to zero.
+Run it again to continue; it stops by itself after `--steps`. The last part of the steps trains the
+network as the released layout stores it (weights rounded, inputs of quantised linears rounded)
+while the learning rate falls to zero. Beside the whole state, each piece writes the weights alone
+in bfloat16, a few files small enough to carry; `--start-from` begins a new run from them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -24,15 +26,25 @@ import torch
 from engine.config import ModelConfig
 from engine.network.engram import EngramHash
 from engine.network.rope import RopeTables
-from examples.tinyflash.mixture import Batch, make_batch
+from examples.tinyflash.mixture import Batch, Stage, make_batch
 from examples.tinyflash.training.batch import TrainingBatch, training_batch
 from examples.tinyflash.training.forward import BackboneForward
 from examples.tinyflash.training.initial import initial_weights, model_config
+from examples.tinyflash.training.monitor import probes, share_right
+from examples.tinyflash.training.optimizer import Muon
 from examples.tinyflash.training.parameters import Parameters
 from plugins.linear import linear
 
 _ROUNDING_REFRESH_STEPS = 8
 _BIAS_STEP = 1e-3
+_REPORT_STEPS = 50
+_INDEXER_SAMPLES = 512
+_WEIGHT_PARTS = 3
+_WHOLE_EVERY = 4  # one step in four runs the decoder on all rows
+# Tables, heads, routers and mixes are no maps between activations: Adam's.
+_ADAM = (
+    "embed", "head.value", "engram.table", "moe.gate", "_hc.fn", "_weight", "weights_proj.value",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,23 +53,27 @@ class Plan:
 
     steps: int
     tokens_per_batch: int
-    long_from: float = 0.35  # share of the steps after which documents reach their full length
-    quantized_from: float = 0.7  # share of the steps after which weights are rounded
+    medium_from: float = 0.15  # shares of the steps after which conversations get longer
+    long_from: float = 0.45
+    wide_until: float = 0.08  # before it, four times as many entries are selected
+    quantized_from: float = 0.75  # after it, weights are rounded
     decay_from: float = 0.6
-    peak_lr: float = 2e-3
-    warmup_steps: int = 150
+    matrix_lr: float = 0.02
+    adam_lr: float = 2e-3
+    warmup_steps: int = 100
     seed: int = 0
 
     def learning_rate(self, step: int) -> float:
+        """As a share of the peak."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
         start = self.decay_from * self.steps
         cool = 1.0 if step < start else max(0.0, (self.steps - step) / (self.steps - start))
-        return self.peak_lr * warm * cool
+        return warm * cool
 
-    def data(self, step: int) -> tuple[int, str]:
+    def data(self, step: int) -> tuple[int, Stage]:
         """Longest conversation and mixture of a step: short ones first, then up to 8K tokens."""
         share = step / self.steps
-        if share < self.long_from * 0.5:
+        if share < self.medium_from:
             return 512, "short"
         if share < self.long_from:
             return 2048, "short"
@@ -66,10 +82,13 @@ class Plan:
     def quantized(self, step: int) -> bool:
         return step >= self.quantized_from * self.steps
 
+    def index_topk(self, step: int, config: ModelConfig) -> int:
+        return config.index_topk * (4 if step < self.wide_until * self.steps else 1)
+
 
 def _draw(plan: Plan, step: int) -> Batch:
     seq_len, stage = plan.data(step)
-    return make_batch(plan.seed, step, plan.tokens_per_batch, seq_len, stage)  # type: ignore[arg-type]
+    return make_batch(plan.seed, step, plan.tokens_per_batch, seq_len, stage)
 
 
 class Trainer:
@@ -83,75 +102,95 @@ class Trainer:
         self.engram = EngramHash(config, weights.token_class.to(device))
         leaves = self.parameters.leaves
         self.trained = {p: t for p, t in leaves.items() if not _frozen(p)}
-        matrices = [t for p, t in self.trained.items() if t.dim() > 1 and "hc" not in p]
-        vectors = [t for p, t in self.trained.items() if not (t.dim() > 1 and "hc" not in p)]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": 0.05},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=plan.peak_lr,
-            betas=(0.9, 0.95),
-            eps=1e-10,
-            fused=device != "cpu",
-        )
+        matrices = [t for p, t in self.trained.items() if _is_matrix(p, t)]
+        rest = [t for p, t in self.trained.items() if not _is_matrix(p, t)]
+        self._biases = [leaves[f"layers.{i}.moe.bias"] for i in range(config.num_hidden_layers)]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            Muon(matrices, lr=plan.matrix_lr),
+            torch.optim.AdamW(
+                rest, lr=plan.adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0,
+                fused=device != "cpu",
+            ),
+        )  # fmt: skip
         self.step = 0
         self.history: list[dict[str, float]] = []
 
     def train_step(self, batch: Batch) -> dict[str, torch.Tensor]:
-        quantized = self.plan.quantized(self.step)
+        plan = self.plan
+        quantized = plan.quantized(self.step)
         if quantized and self.step % _ROUNDING_REFRESH_STEPS == 0:
             self.parameters.refresh_rounding()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.learning_rate(self.step)
-        trimmed = self.step % 2 == 1
-        data = training_batch(batch, self.config, self.device, trimmed=trimmed)
+        for optimizer, peak in zip(self.optimizers, (plan.matrix_lr, plan.adam_lr), strict=True):
+            optimizer.param_groups[0]["lr"] = peak * plan.learning_rate(self.step)
+        data = training_batch(
+            batch, self.config, self.device, trimmed=self.step % _WHOLE_EVERY != 0
+        )
         losses = self.losses(data, quantized=quantized)
-        (losses["answer"] + 0.1 * losses["indexer"]).backward()
+        (losses["answer"] + losses["indexer"]).backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(list(self.trained.values()), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return {**{k: v.detach() for k, v in losses.items()}, "grad_norm": norm}
 
     def losses(self, data: TrainingBatch, *, quantized: bool) -> dict[str, torch.Tensor]:
-        weights = self.parameters.weights(quantized=quantized)
+        logits, forward = self._run(data, quantized=quantized)
+        self._balance(forward.collected.expert_counts)
+        return {
+            "answer": torch.nn.functional.cross_entropy(logits, data.targets),
+            "indexer": torch.stack(forward.collected.indexer_losses).mean(),
+            "accuracy": (logits.argmax(-1) == data.targets).float().mean(),
+        }
+
+    @torch.no_grad()
+    def held_out(self) -> dict[str, float]:
+        """Share of right conversations of every probe, decoder trimmed as when serving."""
+        quantized = self.plan.quantized(self.step)
+        if quantized:
+            self.parameters.refresh_rounding()
+        result = {}
+        for probe in probes():
+            data = training_batch(probe.batch, self.config, self.device, trimmed=True)
+            logits, _ = self._run(data, quantized=quantized)
+            right = logits.argmax(-1) == data.targets
+            result[probe.name] = share_right(right, probe.batch)
+        return result
+
+    def _run(self, data: TrainingBatch, *, quantized: bool) -> tuple[torch.Tensor, BackboneForward]:
+        topk = self.plan.index_topk(self.step, self.config)
         forward = BackboneForward(
-            self.config, weights, self.rope, self.engram, data.ragged, data.query_start, 512
+            dataclasses.replace(self.config, index_topk=topk),
+            self.parameters.weights(quantized=quantized),
+            self.rope,
+            self.engram,
+            data.ragged,
+            data.query_start,
+            _INDEXER_SAMPLES,
         )
         hidden = forward.run()[data.loss_rows]
-        logits = linear(hidden, weights.head)
-        answer = torch.nn.functional.cross_entropy(logits, data.targets)
-        self._balance(forward.collected.expert_counts)
-        right = (logits.argmax(-1) == data.targets).float().mean()
-        return {
-            "answer": answer,
-            "indexer": torch.stack(forward.collected.indexer_losses).mean(),
-            "accuracy": right,
-        }
+        return linear(hidden, forward.weights.head), forward
 
     @torch.no_grad()
     def _balance(self, counts: dict[int, torch.Tensor]) -> None:
         """Move each router's selection bias towards experts below the mean load."""
-        for layer, count in counts.items():
-            load = count.float()
-            bias = self.parameters.leaves[f"layers.{layer}.moe.bias"]
-            bias += _BIAS_STEP * torch.sign(load.mean() - load)
+        load = torch.stack([counts[layer] for layer in range(len(self._biases))]).float()
+        moves = _BIAS_STEP * torch.sign(load.mean(1, keepdim=True) - load)
+        torch._foreach_add_(self._biases, list(moves.unbind(0)))
 
     def state(self) -> dict[str, object]:
         return {
             "step": self.step,
             "leaves": {p: t.detach() for p, t in self.parameters.leaves.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "history": self.history,
         }
 
     def restore(self, state: dict[str, object]) -> None:
-        with torch.no_grad():
-            for path, value in state["leaves"].items():  # type: ignore[attr-defined]
-                self.parameters.leaves[path].copy_(value)
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
+        self.parameters.restore(state["leaves"])  # type: ignore[arg-type]
+        saved = state["optimizers"]
+        for optimizer, one in zip(self.optimizers, saved, strict=True):  # type: ignore[call-overload]
+            optimizer.load_state_dict(one)
         self.step = int(state["step"])  # type: ignore[call-overload]
         self.history = list(state["history"])  # type: ignore[call-overload]
         if self.plan.quantized(self.step):
@@ -163,6 +202,10 @@ def _frozen(path: str) -> bool:
     return path.endswith(("moe.bias", "moe.bias_image")) or path.startswith("draft.")
 
 
+def _is_matrix(path: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 1 and not path.endswith(_ADAM)
+
+
 def batches(plan: Plan, first: int, workers: int) -> Iterator[Batch]:
     """The batches of steps `first` … in order, made by worker processes ahead of time."""
     if not workers:
@@ -172,16 +215,20 @@ def batches(plan: Plan, first: int, workers: int) -> Iterator[Batch]:
         yield from pool.imap(partial(_draw, plan), range(first, plan.steps))
 
 
-def train(trainer: Trainer, out: Path, *, minutes: float, workers: int) -> None:
+def train(
+    trainer: Trainer, out: Path, *, minutes: float, workers: int, probe_steps: int = 500
+) -> None:
     """Train until the plan's end or for `minutes`, then write the state."""
     deadline = time.monotonic() + 60 * minutes
     plan = trainer.plan
-    started, first = time.monotonic(), trainer.step
+    last_time, last_step = time.monotonic(), trainer.step
     for batch in batches(plan, trainer.step, workers):
         values = trainer.train_step(batch)
-        if trainer.step % 20 == 0 or trainer.step == plan.steps:
-            rate = plan.tokens_per_batch * (trainer.step - first) / (time.monotonic() - started)
+        if trainer.step % _REPORT_STEPS == 0 or trainer.step == plan.steps:
             record = {k: float(v) for k, v in values.items()}
+            now = time.monotonic()
+            rate = plan.tokens_per_batch * (trainer.step - last_step) / (now - last_time)
+            last_time, last_step = now, trainer.step
             trainer.history.append({"step": trainer.step, **record})
             print(
                 f"step {trainer.step}/{plan.steps}  "
@@ -191,12 +238,39 @@ def train(trainer: Trainer, out: Path, *, minutes: float, workers: int) -> None:
             )
             if not math.isfinite(record["answer"]):
                 raise FloatingPointError(f"the loss is {record['answer']} at step {trainer.step}")
+        if trainer.step % probe_steps == 0 or trainer.step == plan.steps:
+            _probe(trainer)
         if time.monotonic() > deadline:
             break
+    save(trainer, out)
+
+
+def _probe(trainer: Trainer) -> None:
+    shares = trainer.held_out()
+    trainer.history.append({"step": trainer.step, **shares})
+    print("  ".join(f"{name} {share:.2f}" for name, share in shares.items()), flush=True)
+
+
+def save(trainer: Trainer, out: Path) -> None:
+    """The whole state, and the weights alone in parts; replaced only when complete."""
     out.mkdir(parents=True, exist_ok=True)
     torch.save(trainer.state(), out / "state.tmp")
     (out / "state.tmp").rename(out / "state.pt")
     (out / "history.json").write_text(json.dumps(trainer.history))
+    leaves = trainer.parameters.leaves
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(_WEIGHT_PARTS)]
+    for path in sorted(leaves, key=lambda path: -leaves[path].numel()):
+        smallest = min(parts, key=lambda part: sum(t.numel() for t in part.values()))
+        smallest[path] = leaves[path].detach().bfloat16().cpu()
+    for number, part in enumerate(parts):
+        torch.save({"step": trainer.step, "leaves": part}, out / f"weights{number}.pt")
+
+
+def load_weights_parts(directory: Path) -> dict[str, torch.Tensor]:
+    leaves: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("weights*.pt")):
+        leaves |= torch.load(file, map_location="cpu")["leaves"]
+    return leaves
 
 
 def main() -> None:
@@ -204,23 +278,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--tokens-per-batch", type=int, default=65536)
+    parser.add_argument("--tokens-per-batch", type=int, default=32768)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="fuse elementwise operators")
-    parser.add_argument("--start-from", type=Path, help="weights of an earlier state.pt")
+    parser.add_argument("--start-from", type=Path, help="directory with the weights of another run")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    if options.compile:
-        from examples.tinyflash.training.compiled import compile_operators
+    if options.device != "cpu":
+        from examples.tinyflash.training.compiled import install
 
-        compile_operators()
-    config = model_config()
-    trainer = Trainer(config, Plan(options.steps, options.tokens_per_batch), options.device)
+        install()
+    trainer = Trainer(model_config(), Plan(options.steps, options.tokens_per_batch), options.device)
     state = options.out / "state.pt"
     if state.exists():
         trainer.restore(torch.load(state, map_location=options.device))
         print(f"resumed at step {trainer.step}", flush=True)
+    elif options.start_from is not None:
+        trainer.parameters.restore(load_weights_parts(options.start_from))
     train(trainer, options.out, minutes=options.minutes, workers=options.workers)
 
 

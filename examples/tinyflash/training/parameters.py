@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -78,7 +78,7 @@ def map_tree(tree: T, leaf: Leaf, path: str = "") -> T:
             for field in dataclasses.fields(tree)
         }
         result = dataclasses.replace(tree, **changes)
-    return result
+    return cast(T, result)
 
 
 def _join(path: str, part: str | int) -> str:
@@ -106,6 +106,12 @@ class Parameters:
         }
         self._rounding: dict[str, torch.Tensor] = {}
 
+    @torch.no_grad()
+    def restore(self, leaves: dict[str, torch.Tensor]) -> None:
+        """Take over the values of leaves, by path."""
+        for path, value in leaves.items():
+            self.leaves[path].copy_(value)
+
     def refresh_rounding(self) -> None:
         """Compute anew what rounding adds to each leaf. Every few steps is enough."""
         with torch.no_grad():
@@ -121,7 +127,7 @@ class Parameters:
             self._tree,
             lambda path, leaf: leaf + self._rounding[path] if path in self._rounding else leaf,
         )
-        return _with_quantized_inputs(tree, self._storage)
+        return cast(NetworkWeights, _with_quantized_inputs(tree, self._storage))
 
     def named_released(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under its released name, float32 on the CPU, experts one by one."""

@@ -18,6 +18,8 @@ from engine.config import ModelConfig
 
 # Score elements [rows, heads, entries] held at once, 2 bytes each.
 _SCORE_ELEMENTS = 1 << 30
+_MAX_MEMBERS = 160
+_ALIGNMENT = 8  # of the number of entries, for the matrix units
 
 
 class LengthGroup(NamedTuple):
@@ -32,10 +34,13 @@ class LengthGroup(NamedTuple):
 def length_groups(query_start: Int32Array, device: str) -> list[LengthGroup]:
     """Group conversations by the power of two above their length."""
     lengths = np.diff(query_start)
-    bucket = np.maximum(np.ceil(np.log2(lengths)), 7).astype(int)
+    bucket = np.maximum(np.ceil(np.log2(lengths)), 8).astype(int)
     groups = []
-    for key in np.unique(bucket):
-        members = np.flatnonzero(bucket == key)
+    for members in (
+        bucketed[first : first + _MAX_MEMBERS]
+        for bucketed in (np.flatnonzero(bucket == key) for key in np.unique(bucket))
+        for first in range(0, len(bucketed), _MAX_MEMBERS)
+    ):
         longest = int(lengths[members].max())
         offset = np.arange(longest)
         inside = offset < lengths[members][:, None]
@@ -71,13 +76,15 @@ def select_entries(
 ) -> tuple[torch.Tensor, Candidates | None]:
     """Slots [T, K] of the selected entries, −1 padded; queries [T, h, dk], keys [E, dk]."""
     ratio, topk = config.ratio(layer), config.index_topk
-    selected = torch.full((queries.shape[0], topk), -1, dtype=torch.int64, device=queries.device)
+    # The last row takes what rows past the end of a conversation select.
+    num_rows = queries.shape[0]
+    selected = torch.full((num_rows + 1, topk), -1, dtype=torch.int64, device=queries.device)
     publishes = layer == config.candidate_source_layer_id
     published: list[torch.Tensor] = []
     queries, head_weights = queries.bfloat16(), head_weights.bfloat16()
     keys = keys.bfloat16()
     for number, group in enumerate(groups):
-        entries = max(group.length // ratio, 1)
+        entries = -(-max(group.length // ratio, 1) // _ALIGNMENT) * _ALIGNMENT
         entry = torch.arange(entries, device=keys.device)
         slots = (group.start // ratio).unsqueeze(1) + entry
         group_keys = keys[slots.clamp(max=len(keys) - 1)]
@@ -99,11 +106,11 @@ def select_entries(
             best = scores.topk(min(topk, entries), dim=-1)
             chosen = slots.unsqueeze(1).expand(-1, rows.shape[1], -1).gather(2, best.indices)
             chosen = chosen.masked_fill(best.values == -torch.inf, -1)
-            inside = group.inside[:, first : first + tile]
-            selected[rows[inside], : chosen.shape[-1]] = chosen[inside]
+            target = torch.where(group.inside[:, first : first + tile], rows, num_rows)
+            selected[target.flatten(), : chosen.shape[-1]] = chosen.flatten(0, 1)
         if publishes:
             published.append(torch.cat(blocks, dim=1))
-    return selected, Candidates(published) if publishes else candidates
+    return selected[:-1], Candidates(published) if publishes else candidates
 
 
 def _scores(queries: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
