@@ -9,6 +9,7 @@ its final response: the server's objects behind it are gone then, and asking cra
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -185,11 +186,22 @@ class Responder:
                     self._close(stream, delta)
                 if outputs is not None:
                     stream.reply.send(outputs, final=final)
-        except Exception:
+        except Exception as problem:
             logger.exception("response_failed", extra=fields(request_id=stream.request_id))
-            if not stream.closed:
-                stream.cancelling = True
-                self._cancel(stream.key)
+            self._give_up(stream, delta, problem)
+
+    def _give_up(self, stream: ResponseStream, delta: Delta, problem: Exception) -> None:
+        """After a delta that was not sent. Behind the last one nothing else will end the stream."""
+        if delta.finish_reason is None:
+            stream.cancelling = True
+            self._cancel(stream.key)
+            return
+        if not stream.closed:
+            self._close(stream, delta)
+        with contextlib.suppress(Exception):  # it may be the line that is broken
+            stream.reply.fail(
+                RequestError("internal", f"expected to send the answer, but {problem}")
+            )
 
     def _close(self, stream: ResponseStream, delta: Delta) -> None:
         """Before the final response, so that the watcher can never ask after it."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
@@ -21,10 +22,11 @@ from engine.config import ModelConfig
 from engine.directory import Engine
 from engine.manifest import EngineError
 from python_backend import service
-from python_backend.request import Request, RequestError, SamplingParams
+from python_backend.request import Delta, FinishReason, Request, RequestError, SamplingParams
 from python_backend.responses import Outputs, Responder, ResponseStream
 from python_backend.service import ServedModel, settings_for
 from python_backend.settings import SettingsError
+from python_backend.text.detokenizer import Detokenizer
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +183,33 @@ def test_every_way_to_end_ends_once(model: ServedModel, ask: Any) -> None:
     assert 2 <= len(clients["leaves"].received) < 60
     statistics = model.core.statistics()
     assert (statistics.num_running, statistics.num_global_pages_used) == (0, 0)
+
+
+class BrokenAtTheEnd(Detokenizer):
+    def feed(self, output_ids: npt.NDArray[np.int32], *, last: bool = False) -> str:
+        if last:
+            raise IndexError("no such token")
+        return super().feed(output_ids)
+
+
+@pytest.mark.parametrize("breaks_after", [1, 10**9])
+def test_a_last_delta_that_cannot_be_sent_ends_its_stream(breaks_after: int) -> None:
+    """The core has forgotten the request by then: a stream left open would hang its client, and
+    the responder's close, for ever."""
+    client = Client(breaks_after=breaks_after)
+    responder = Responder(lambda key: None, lambda: None)
+    responder.start()
+    sends_break = breaks_after == 1
+    detokenizer = Detokenizer([b"a", b"b"]) if sends_break else BrokenAtTheEnd([b"a", b"b"])
+    stream = ResponseStream("k", "k", client, 1, True, detokenizer, True, True)
+    responder.open(stream)
+    responder.deliver(stream, Delta(np.array([0], np.int32), 0))
+    responder.deliver(stream, Delta(np.array([1], np.int32), 0, FinishReason.LENGTH))
+    assert client.ended.wait(10)
+    responder.close()
+    assert [error.code for error in client.errors] == ["internal"]
+    assert client.received[0]["text_output"].item() == b"a"
+    assert client.wrongs == []
 
 
 def test_a_whole_answer_is_the_streamed_one(ask: Any) -> None:
