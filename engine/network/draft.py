@@ -80,10 +80,10 @@ class Draft:
 
     def run(self, batch: DraftBatch, cache: CacheView) -> DraftOutput:
         """One greedy draft block per anchor; the context up to the anchor must be stored."""
-        return self._decide(batch.anchors, self._hidden(batch, cache))
+        return self._decide(batch.anchors, self.hidden(batch, cache))
 
-    def _hidden(self, batch: DraftBatch, cache: CacheView) -> torch.Tensor:
-        """The collapsed streams after the last stage, before the norm, [R·B, D]."""
+    def hidden(self, batch: DraftBatch, cache: CacheView) -> torch.Tensor:
+        """The collapsed streams after the last stage, before the norm, [R·B, D]. Differentiable."""
         config = self._config
         block = config.dspark_block_size
         rows = self._block_rows(batch, cache)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from triton import next_power_of_2
 
 import plugins.mega_attention  # noqa: F401  registers the operator
 from examples.tinyflash.training.device_attention import sparse_attention
@@ -165,6 +166,9 @@ def mega_attention(
     rope = OPERATORS["rope"].kernel
     assert rope is not None, "install registers it"
     entries = None if main is None else main.values
+    if main_slots is not None:
+        padding = max(16, next_power_of_2(main_slots.shape[1])) - main_slots.shape[1]
+        main_slots = torch.nn.functional.pad(main_slots, (0, padding), value=-1)
     rotated = rope(q, positions, inv_freq)
     o = sparse_attention(rotated, window.values, window_slots, entries, main_slots, sink, scale)
     result: torch.Tensor = rope(o, positions, inv_freq, inverse=True)

@@ -18,6 +18,7 @@ from engine.config import ModelConfig
 from engine.network.load import load_weights
 from engine.network.weights import NetworkWeights
 from engine.safetensors_file import TensorInfo
+from engine.tensor_source import SafetensorsSource, TensorSource
 from examples.tinyflash.tokenizer import TOKENIZER_FILE
 
 # How much the streams' content moves the mixes at first; their static part dominates.
@@ -80,6 +81,16 @@ class InitialTensors:
 
 def initial_weights(config: ModelConfig, seed: int) -> NetworkWeights:
     """Random float32 weights; a function of the seed."""
+    return _load(config, InitialTensors(config, seed))
+
+
+def checkpoint_weights(config: ModelConfig, directory: Path) -> NetworkWeights:
+    """The float32 values of an exported checkpoint, to train on from."""
+    return _load(config, SafetensorsSource(directory))
+
+
+def _load(config: ModelConfig, source: TensorSource) -> NetworkWeights:
     tokenizer = Tokenizer.from_file(str(TOKENIZER_FILE))
     classes = token_classes(tokenizer, config.vocab_size).astype(np.int64)
-    return load_weights(config, InitialTensors(config, seed), classes, torch.float32)
+    # Rounded inputs are a part of training's own schedule.
+    return load_weights(config, source, classes, torch.float32, activation_quant=False)

@@ -5,7 +5,8 @@
 Run it again to continue; it stops by itself after `--steps`. The last part of the steps trains the
 network as the released layout stores it (weights rounded, inputs of quantised linears rounded)
 while the learning rate falls to zero. Beside the whole state, each piece writes the weights alone
-in bfloat16, a few files small enough to carry; `--start-from` begins a new run from them.
+in bfloat16, a few files small enough to carry; `export` makes a checkpoint of them, from which
+`--start-from` begins a new run.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ import torch
 from engine.config import ModelConfig
 from engine.network.engram import EngramHash
 from engine.network.rope import RopeTables
+from engine.network.weights import NetworkWeights
 from examples.tinyflash.mixture import Batch, Stage, make_batch
 from examples.tinyflash.training.batch import TrainingBatch, training_batch
 from examples.tinyflash.training.forward import BackboneForward
-from examples.tinyflash.training.initial import initial_weights, model_config
+from examples.tinyflash.training.initial import (
+    checkpoint_weights,
+    initial_weights,
+    model_config,
+)
 from examples.tinyflash.training.monitor import probes, share_right
-from examples.tinyflash.training.optimizer import Muon
+from examples.tinyflash.training.optimizer import Optimizer
 from examples.tinyflash.training.parameters import Parameters
 from plugins.linear import linear
 
@@ -41,10 +47,6 @@ _REPORT_STEPS = 50
 _INDEXER_SAMPLES = 512
 _WEIGHT_PARTS = 3
 _WHOLE_EVERY = 4  # one step in four runs the decoder on all rows
-# Tables, heads, routers and mixes are no maps between activations: Adam's.
-_ADAM = (
-    "embed", "head.value", "engram.table", "moe.gate", "_hc.fn", "_weight", "weights_proj.value",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,26 +94,19 @@ def _draw(plan: Plan, step: int) -> Batch:
 
 
 class Trainer:
-    def __init__(self, config: ModelConfig, plan: Plan, device: str) -> None:
+    def __init__(
+        self, config: ModelConfig, plan: Plan, weights: NetworkWeights, device: str
+    ) -> None:
         self.config = config
         self.plan = plan
         self.device = device
-        weights = initial_weights(config, plan.seed)
         self.parameters = Parameters(config, weights, device)
         self.rope = RopeTables.build(config, torch.device(device))
         self.engram = EngramHash(config, weights.token_class.to(device))
         leaves = self.parameters.leaves
         self.trained = {p: t for p, t in leaves.items() if not _frozen(p)}
-        matrices = [t for p, t in self.trained.items() if _is_matrix(p, t)]
-        rest = [t for p, t in self.trained.items() if not _is_matrix(p, t)]
         self._biases = [leaves[f"layers.{i}.moe.bias"] for i in range(config.num_hidden_layers)]
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            Muon(matrices, lr=plan.matrix_lr),
-            torch.optim.AdamW(
-                rest, lr=plan.adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0,
-                fused=device != "cpu",
-            ),
-        )  # fmt: skip
+        self.optimizer = Optimizer(self.trained, plan.matrix_lr, plan.adam_lr)
         self.step = 0
         self.history: list[dict[str, float]] = []
 
@@ -120,17 +115,12 @@ class Trainer:
         quantized = plan.quantized(self.step)
         if quantized and self.step % _ROUNDING_REFRESH_STEPS == 0:
             self.parameters.refresh_rounding()
-        for optimizer, peak in zip(self.optimizers, (plan.matrix_lr, plan.adam_lr), strict=True):
-            optimizer.param_groups[0]["lr"] = peak * plan.learning_rate(self.step)
         data = training_batch(
             batch, self.config, self.device, trimmed=self.step % _WHOLE_EVERY != 0
         )
         losses = self.losses(data, quantized=quantized)
         (losses["answer"] + losses["indexer"]).backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(list(self.trained.values()), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        norm = self.optimizer.step(plan.learning_rate(self.step))
         self.step += 1
         return {**{k: v.detach() for k, v in losses.items()}, "grad_norm": norm}
 
@@ -182,15 +172,13 @@ class Trainer:
         return {
             "step": self.step,
             "leaves": {p: t.detach() for p, t in self.parameters.leaves.items()},
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer": self.optimizer.state(),
             "history": self.history,
         }
 
     def restore(self, state: dict[str, object]) -> None:
         self.parameters.restore(state["leaves"])  # type: ignore[arg-type]
-        saved = state["optimizers"]
-        for optimizer, one in zip(self.optimizers, saved, strict=True):  # type: ignore[call-overload]
-            optimizer.load_state_dict(one)
+        self.optimizer.restore(state["optimizer"])  # type: ignore[arg-type]
         self.step = int(state["step"])  # type: ignore[call-overload]
         self.history = list(state["history"])  # type: ignore[call-overload]
         if self.plan.quantized(self.step):
@@ -200,10 +188,6 @@ class Trainer:
 def _frozen(path: str) -> bool:
     """Router biases follow the load, not the gradient; the drafter is trained afterwards."""
     return path.endswith(("moe.bias", "moe.bias_image")) or path.startswith("draft.")
-
-
-def _is_matrix(path: str, tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 1 and not path.endswith(_ADAM)
 
 
 def batches(plan: Plan, first: int, workers: int) -> Iterator[Batch]:
@@ -257,13 +241,18 @@ def save(trainer: Trainer, out: Path) -> None:
     torch.save(trainer.state(), out / "state.tmp")
     (out / "state.tmp").rename(out / "state.pt")
     (out / "history.json").write_text(json.dumps(trainer.history))
-    leaves = trainer.parameters.leaves
+    save_weights(trainer.parameters, trainer.step, out)
+
+
+def save_weights(parameters: Parameters, step: int, out: Path) -> None:
+    """The weights alone in bfloat16, in parts."""
+    leaves = parameters.leaves
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(_WEIGHT_PARTS)]
     for path in sorted(leaves, key=lambda path: -leaves[path].numel()):
         smallest = min(parts, key=lambda part: sum(t.numel() for t in part.values()))
         smallest[path] = leaves[path].detach().bfloat16().cpu()
     for number, part in enumerate(parts):
-        torch.save({"step": trainer.step, "leaves": part}, out / f"weights{number}.pt")
+        torch.save({"step": step, "leaves": part}, out / f"weights{number}.pt")
 
 
 def load_weights_parts(directory: Path) -> dict[str, torch.Tensor]:
@@ -281,20 +270,24 @@ def main() -> None:
     parser.add_argument("--tokens-per-batch", type=int, default=32768)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--start-from", type=Path, help="directory with the weights of another run")
+    parser.add_argument("--start-from", type=Path, help="checkpoint to begin with")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     if options.device != "cpu":
         from examples.tinyflash.training.compiled import install
 
         install()
-    trainer = Trainer(model_config(), Plan(options.steps, options.tokens_per_batch), options.device)
+    config = model_config()
+    if options.start_from is None:
+        weights = initial_weights(config, 0)
+    else:
+        weights = checkpoint_weights(config, options.start_from)
+    plan = Plan(options.steps, options.tokens_per_batch)
+    trainer = Trainer(config, plan, weights, options.device)
     state = options.out / "state.pt"
     if state.exists():
         trainer.restore(torch.load(state, map_location=options.device))
         print(f"resumed at step {trainer.step}", flush=True)
-    elif options.start_from is not None:
-        trainer.parameters.restore(load_weights_parts(options.start_from))
     train(trainer, options.out, minutes=options.minutes, workers=options.workers)
 
 

@@ -1,19 +1,61 @@
-"""Muon for the matrices of the network: steps of orthogonalised momentum.
+"""The optimizer: Muon for the matrices of the network, Adam for the rest.
 
-The update of a matrix is its momentum with all singular values set to about one (K. Jordan et al.,
+Muon's update of a matrix is its momentum with all singular values set to about one (K. Jordan,
 "Muon: an optimizer for hidden layers in neural networks", 2024; Newton–Schulz iteration with the
 published coefficients). Matrices of one shape are orthogonalised together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+# Tables, heads, routers and mixes are no maps between activations: Adam's.
+_ADAM = (
+    "embed", "head.value", "engram.table", "moe.gate", "_hc.fn", "_weight", "weights_proj.value",
+    "markov_head.value", "confidence.value",
+)  # fmt: skip
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
+
+
+class Optimizer:
+    """Muon and Adam over the trained leaves, stepped and scheduled together."""
+
+    def __init__(self, trained: Mapping[str, torch.Tensor], matrix_lr: float, adam_lr: float):
+        matrices = [t for path, t in trained.items() if _is_matrix(path, t)]
+        rest = [t for path, t in trained.items() if not _is_matrix(path, t)]
+        self._trained = [*matrices, *rest]
+        self._peaks = (matrix_lr, adam_lr)
+        self._parts: tuple[torch.optim.Optimizer, ...] = (
+            Muon(matrices, lr=matrix_lr),
+            torch.optim.AdamW(
+                rest, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0,
+                fused=rest[0].is_cuda,
+            ),
+        )  # fmt: skip
+
+    def step(self, share: float) -> torch.Tensor:
+        """One step at `share` of the peak learning rates; returns the gradient's norm."""
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+        for part, peak in zip(self._parts, self._peaks, strict=True):
+            part.param_groups[0]["lr"] = peak * share
+            part.step()
+            part.zero_grad(set_to_none=True)
+        return norm
+
+    def state(self) -> list[dict[str, Any]]:
+        return [part.state_dict() for part in self._parts]
+
+    def restore(self, state: Sequence[dict[str, Any]]) -> None:
+        for part, saved in zip(self._parts, state, strict=True):
+            part.load_state_dict(saved)
+
+
+def _is_matrix(path: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 1 and not path.endswith(_ADAM)
 
 
 class Muon(torch.optim.Optimizer):
