@@ -1,0 +1,108 @@
+"""Cores on the real network, and random batches for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from engine.network import Network
+from engine.paged_cache import CachePools
+from python_backend.core import EngineCore
+from python_backend.executor.torch_executor import TorchExecutor
+from python_backend.request import Request, SamplingParams
+from python_backend.settings import CoreLimits
+from tests.python_backend.serving import Int32Array, Stream, limits
+
+VOCAB = 512
+MAX_PROMPT, MAX_NEW = 40, 5
+
+
+def cases(count: int) -> settings:
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def core_of(network: Network, bounds: CoreLimits) -> EngineCore:
+    pools = CachePools(
+        network.config,
+        num_global_pages=bounds.num_global_pages,
+        num_window_pages=bounds.num_window_pages,
+        num_slots=bounds.max_batch_size,
+        global_page_tokens=bounds.global_page_tokens,
+        window_page_rows=bounds.window_page_tokens,
+        dtype=network.dtype,
+        quantize=True,
+    )
+    return EngineCore(TorchExecutor(network, pools), bounds)
+
+
+def bounds_of(**changes: Any) -> CoreLimits:
+    return limits(vocab_size=VOCAB, **changes)
+
+
+def stream(name: str, prompt: Int32Array, max_tokens: int, sampled: bool, seed: int) -> Stream:
+    made = Stream(name, prompt, max_tokens)
+    made.request = Request(
+        request_id=name,
+        input_ids=prompt,
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature=1.0 if sampled else 0.0, seed=seed),
+        end_ids=frozenset(),
+        on_delta=made.deltas.append,
+    )
+    return made
+
+
+def serve(core: EngineCore, streams: Sequence[Stream], arrivals: Sequence[int]) -> None:
+    """Run everything, request i joining before step arrivals[i]."""
+    step = 0
+    pending = sorted(zip(arrivals, range(len(streams)), strict=True))
+    while pending or core.has_work:
+        while pending and pending[0][0] <= step:
+            core.add_request(streams[pending.pop(0)[1]].request)
+        core.step()
+        core.check_integrity()
+        step += 1
+        assert step < 5000, "the core does not finish"
+
+
+class Drawn:
+    """A random batch: prompts, lengths, sampling and arrivals."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.count = data.draw(st.integers(2, 4), label="requests")
+        self.prompts = [
+            np.array(
+                data.draw(st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=MAX_PROMPT)),
+                dtype=np.int32,
+            )
+            for _ in range(self.count)
+        ]
+        self.max_tokens = [data.draw(st.integers(1, MAX_NEW)) for _ in range(self.count)]
+        self.sampled = [data.draw(st.booleans()) for _ in range(self.count)]
+        self.arrivals = [data.draw(st.integers(0, 6)) for _ in range(self.count)]
+
+    def streams(self, prefix: Int32Array | None = None) -> list[Stream]:
+        head = np.empty(0, np.int32) if prefix is None else prefix
+        return [
+            stream(
+                f"r{i}",
+                np.concatenate([head, self.prompts[i]]),
+                self.max_tokens[i],
+                self.sampled[i],
+                seed=i,
+            )
+            for i in range(self.count)
+        ]
+
+
+def drawn_sizes(data: st.DataObject) -> dict[str, Any]:
+    return {
+        "max_num_tokens": data.draw(st.sampled_from([16, 17, 24, 40, 64]), label="step rows"),
+        "max_batch_size": data.draw(st.integers(1, 4), label="batch"),
+        "window_page_tokens": data.draw(st.sampled_from([1, 2, 3, 8]), label="window page"),
+        "global_page_tokens": data.draw(st.sampled_from([2, 16, 32]), label="global page"),
+    }
