@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from examples.tinyflash import compare
 from examples.tinyflash.ablations import ABLATIONS, ablated
 from examples.tinyflash.evaluation import (
@@ -75,13 +77,17 @@ def evaluate(arguments: argparse.Namespace) -> Report:
         finally:
             model.close()
     manifest = (arguments.engine / "manifest.json").read_bytes()
-    settings = options | {
-        "device": arguments.device,
-        "engine": hashlib.sha256(manifest).hexdigest()[:16],
-        "thinking": arguments.thinking,
-        "warm": arguments.warm,
-        "ablate": arguments.ablate,
-    }
+    settings = (
+        options
+        | {
+            "device": arguments.device,
+            "threads": torch.get_num_threads(),  # float32's last bits depend on it
+            "engine": hashlib.sha256(manifest).hexdigest()[:16],
+            "thinking": arguments.thinking,
+            "warm": arguments.warm,
+            "ablate": arguments.ablate,
+        }
+    )
     return report(asked, answers, seed=arguments.seed, settings=settings, seconds=seconds)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from client.chat import assistant_message
 from client.protocol import (
     DeploymentError,
     FinishReason,
@@ -17,6 +20,8 @@ from client.protocol import (
     input_tensors,
     join_chunks,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +51,7 @@ def test_errors_are_read_from_the_server_s_words(text: str, code: str, message: 
     [
         ({}, "exactly one"),
         ({"text_input": "a", "input_ids": [1]}, "exactly one"),
+        ({"text_input": "a", "messages": []}, "exactly one"),
         ({"input_ids": [[1, 2]]}, r"shape \[n\], got int64 of shape \[1, 2\]"),
         ({"input_ids": [0.5]}, "whole numbers"),
         ({"input_ids": [2**31]}, "int32, got from 2147483648 to 2147483648"),
@@ -78,6 +84,41 @@ def test_an_empty_prompt_is_the_server_s_to_refuse() -> None:
     tensors = {spec.name: array for spec, array in input_tensors(request, stream=True)}
     assert tensors["input_ids"].shape == (1, 0)
     assert tensors["input_ids"].dtype == np.int32
+
+
+def test_conversations_travel_as_json() -> None:
+    request = GenerateRequest(
+        messages=[{"role": "user", "content": "Grüße\n"}],
+        tools=[{"type": "function"}],
+        thinking=True,
+        reasoning_effort=7,
+    )
+    tensors = {spec.name: array.item() for spec, array in input_tensors(request, stream=True)}
+    assert tensors["messages"] == '[{"role": "user", "content": "Grüße\\n"}]'.encode()
+    assert tensors["tools"] == b'[{"type": "function"}]'
+    assert (tensors["thinking"], tensors["reasoning_effort"]) == (True, b"7")
+
+
+@pytest.mark.parametrize("content", [{1}, float("nan")])
+def test_messages_that_json_cannot_hold(content: object) -> None:
+    request = GenerateRequest(messages=[{"role": "user", "content": content}])
+    with pytest.raises(ValueError, match="expected messages that JSON can hold, but "):
+        input_tensors(request, stream=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [("a</think>b", "a", "b"), ("cut", "cut", ""), ("a</think>b</think>", "a", "b</think>")],
+)
+def test_an_answer_in_thinking_mode_is_split_for_the_history(
+    text: str, reasoning: str, content: str
+) -> None:
+    assert assistant_message(text, thinking=True) == {
+        "role": "assistant",
+        "reasoning_content": reasoning,
+        "content": content,
+    }
+    assert assistant_message(text, thinking=False) == {"role": "assistant", "content": text}
 
 
 def test_ids_are_not_copied_when_they_are_int32() -> None:
@@ -137,6 +178,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 import client, client.cli, client.perf, client.perf_profile, client.plot
+import client.chat, client.eval, client.progress
 print("alone")
 """
 
@@ -144,3 +186,15 @@ print("alone")
 def test_the_client_stands_alone() -> None:
     ran = subprocess.run([sys.executable, "-c", STANDS_ALONE], capture_output=True, text=True)
     assert ran.stdout == "alone\n", ran.stderr
+
+
+def test_eval_without_a_checkout_says_what_it_needs(tmp_path: Path) -> None:
+    """A copy of the package alone, as an installation has it."""
+    shutil.copytree(ROOT / "client", tmp_path / "client")
+    command = "from client.cli import main; raise SystemExit(main(['eval', '--task=arithmetic']))"
+    ran = subprocess.run(
+        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 2
+    assert "run eval from a checkout of the project, in its environment" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
