@@ -34,7 +34,7 @@ SETTING_HELP = {
     "num_window_pages": "window pages (what always suffices)",
     "prefix_cache": "keep and reuse the cache of common prompt beginnings",
     "swa_bounded_replay": "replay one window after a hit and skip the decoder for early rows",
-    "replay_length": "rows replayed after a hit (one window)",
+    "replay_length": "rows replayed after a hit, from 0 on (one window)",
 }
 _SWITCHES = ("cache_quant", "prefix_cache", "swa_bounded_replay")
 

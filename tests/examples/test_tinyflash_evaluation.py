@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from builder.cli import main as build
+from engine.directory import Engine
 from engine.network import attention, encoder, select
 from examples.tinyflash import compare, evaluate
 from examples.tinyflash.ablations import ablated
@@ -17,6 +18,7 @@ from examples.tinyflash.in_process import InProcess, moved
 from examples.tinyflash.scoring import Question
 from examples.tinyflash.tokenizer import TOKENIZER_FILE
 from examples.tinyflash.tokenizer import encoder as text_encoder
+from plugins.formats.rows import PackedRows
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "tinyflash" / "config.json"
 LABELS = ("template", "numbers", "range", "template", "numbers")
@@ -184,6 +186,18 @@ def test_the_text_of_an_answer_is_its_tokens(engine: Path) -> None:
             "value, the more thorough the reasoning)\n\n<｜User｜>Hello.<｜Assistant｜><think>"
         )
     )
+
+
+def test_all_weights_move_to_the_device(engine: Path) -> None:
+    weights = moved(Engine.open(engine).load_weights(torch.float32), "meta")
+    layer = weights.layers[1]  # with Engram
+    assert layer.engram is not None
+    assert isinstance(layer.engram.table, PackedRows)
+    tensors = [weights.embed, weights.token_class, weights.head.value, layer.attn_hc.scale]
+    tensors += [layer.attention.wq_a.value, layer.moe.gate, layer.engram.table.data]
+    tensors += [value for value in vars(layer.moe.routed).values() if torch.is_tensor(value)]
+    assert len(tensors) > 7
+    assert all(tensor.is_meta for tensor in tensors)
 
 
 def test_unknown_weights_are_not_left_behind_on_the_host() -> None:
