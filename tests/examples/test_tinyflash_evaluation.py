@@ -21,6 +21,11 @@ from examples.tinyflash.tokenizer import encoder as text_encoder
 from plugins.formats.rows import PackedRows
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "tinyflash" / "config.json"
+SWAPPED = (
+    (encoder, "inject"),
+    (select, "index_scores"),
+    (attention, "mega_attention"),
+)
 LABELS = ("template", "numbers", "range", "template", "numbers")
 
 
@@ -149,22 +154,18 @@ def test_warm_questions_are_asked_after_a_hit(
 def test_each_ablation_changes_answers_and_leaves_no_trace(
     engine: Path, cold: tuple[Path, Report], tmp_path: Path, name: str
 ) -> None:
-    before = encoder.inject, select.index_scores, attention.mega_attention
+    before = [getattr(module, operator) for module, operator in SWAPPED]
     without = run(engine, tmp_path, f"--ablate={name}")
     assert texts(without) != texts(cold[1])
     assert without["settings"]["ablate"] == name
-    assert (encoder.inject, select.index_scores, attention.mega_attention) == before
+    assert [getattr(module, operator) for module, operator in SWAPPED] == before
 
 
-def test_random_selection_stays_within_what_a_row_sees() -> None:
+def test_random_selection_stays_within_what_a_row_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.tensor([[1.0, -torch.inf, 2.0]])
-    original = select.index_scores
-    select.index_scores = lambda: scores
-    try:
-        with ablated("indexer"):
-            drawn = select.index_scores()
-    finally:
-        select.index_scores = original
+    monkeypatch.setattr(select, "index_scores", lambda: scores)
+    with ablated("indexer"):
+        drawn = vars(select)["index_scores"]()
     assert drawn.isneginf().tolist() == [[False, True, False]]
     assert (drawn != scores)[0, [0, 2]].all()
 

@@ -115,7 +115,7 @@ def test_messages_and_their_ids_get_the_same_answer(grpc: GrpcClient) -> None:
     messages = [{"role": "user", "content": "How are you?"}]
     ids = encoder().encode(chat.render(messages))
     assert len(ids) <= PAGE
-    asked = {"max_tokens": 12, "end_id": -1}
+    asked: dict[str, Any] = {"max_tokens": 12, "end_id": -1}
     by_messages = grpc.generate(GenerateRequest(messages=messages, **asked))
     by_ids = grpc.generate(GenerateRequest(input_ids=ids, **asked))
     assert by_messages.output_ids.tolist() == by_ids.output_ids.tolist()
