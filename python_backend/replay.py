@@ -76,14 +76,6 @@ def longest_hit(num_tokens: int, page_tokens: int) -> int:
     return max(0, (num_tokens - 1) // page_tokens * page_tokens)
 
 
-def round_external_hit(num_tokens: int, page_tokens: int) -> int:
-    """Tokens of an external store's answer that can be adopted.
-
-    Cut to whole pages: the compressor cannot start inside one. Less than a page is no hit.
-    """
-    return num_tokens // page_tokens * page_tokens
-
-
 def plan_replay(
     rule: ReplayRule, *, num_tokens: int, num_prompt_tokens: int, hit: int
 ) -> ReplayPlan:

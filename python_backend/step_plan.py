@@ -46,8 +46,8 @@ class PageTables:
 class StepPlan:
     """One step. `slots[r]` is the slot of request r of `arrays`.
 
-    An executor must treat a request whose `fresh[r]` is set as new: nothing that the slot held
-    before may be read.
+    `fresh[r]` tells an executor that checks itself where a new life of a slot begins. The floors
+    already keep a request from what the slot held before, so computing does not need it.
     """
 
     arrays: StepArrays

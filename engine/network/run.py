@@ -56,8 +56,8 @@ def run_forward(
 ) -> dict[str, torch.Tensor]:
     """Run `tokens` [N] in steps of at most `chunk_rows` rows, on which no result depends.
 
-    `hit`: length of the prefix whose global entries are taken as cached; needed by, and only by,
-    the encoder-replay modes. `replay_length` is the sliding window unless given. Returns
+    `hit`: length of the prefix whose global entries are taken as cached, 0 for none; only the
+    encoder-replay modes take one. `replay_length` is the sliding window unless given. Returns
 
     * `logits` [rows, vocab]: rows of all positions (full), of the decoder's positions
       (decoder-replay, both: the last `replay_length`), or from `hit` on (encoder-replay);
@@ -69,10 +69,9 @@ def run_forward(
     Raises ValueError naming the argument that cannot be run.
     """
     config = network.config
-    length = _check(config, tokens, mode, hit, chunk_rows)
+    check_forward(config, tokens, mode, hit=hit, replay_length=replay_length, chunk_rows=chunk_rows)
+    length = len(tokens)
     replay = config.sliding_window if replay_length is None else replay_length
-    if replay < 1:
-        raise ValueError(f"replay_length: expected at least 1 row, got {replay}")
     start = max(0, hit - replay)
     decoder_floor = max(start, length - replay) if mode.replays_decoder else start
     run = _Run(network, tokens.astype(np.int32), quantize_cache, chunk_rows)
@@ -84,13 +83,16 @@ def run_forward(
     return run.outputs(first_logits, decoder_floor)
 
 
-def _check(
+def check_forward(
     config: ModelConfig,
     tokens: npt.NDArray[np.integer[Any]],
     mode: ForwardMode,
-    hit: int,
-    chunk_rows: int,
-) -> int:
+    *,
+    hit: int = 0,
+    replay_length: int | None = None,
+    chunk_rows: int = 512,
+) -> None:
+    """Raise ValueError naming the argument of `run_forward` that cannot be run; needs no weights."""
     length = len(tokens)
     if tokens.ndim != 1 or not 1 <= length <= config.max_position_embeddings:
         raise ValueError(
@@ -101,15 +103,16 @@ def _check(
         raise ValueError(
             f"tokens: expected ids 0 … {config.vocab_size - 1}, got {tokens.min()} … {tokens.max()}"
         )
-    if mode.replays_encoder and not 1 <= hit < length:
+    if mode.replays_encoder and not 0 <= hit < length:
         raise ValueError(
-            f"hit: mode {mode} needs a cached prefix of 1 … {length - 1} tokens, got {hit}"
+            f"hit: mode {mode} takes a cached prefix of 0 … {length - 1} tokens, got {hit}"
         )
     if not mode.replays_encoder and hit:
         raise ValueError(f"hit: mode {mode} starts cold, got {hit}; leave it out")
+    if replay_length is not None and replay_length < 1:
+        raise ValueError(f"replay_length: expected at least 1 row, got {replay_length}")
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
-    return length
 
 
 class _Run:

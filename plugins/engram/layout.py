@@ -33,10 +33,6 @@ class EngramLayout:
         return int(self.primes.sum())
 
     @property
-    def num_columns(self) -> int:
-        return len(self.primes)
-
-    @property
     def max_ngram_size(self) -> int:
         return len(self.multipliers)
 

@@ -152,8 +152,7 @@ def test_bad_tokens(
 @pytest.mark.parametrize(
     ("more", "mentions"),
     [
-        (["--mode", "both", "--hit", "61"], ("hit", "1 … 60", "61")),
-        (["--mode", "encoder-replay"], ("hit", "0")),
+        (["--mode", "both", "--hit", "61"], ("hit", "0 … 60", "61")),
         (["--mode", "encoder-replay", "--hit", "-8"], ("hit", "-8")),
         (["--mode", "full", "--hit", "40"], ("hit", "full")),
         (["--replay_length", "0"], ("replay_length", "0")),

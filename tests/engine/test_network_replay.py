@@ -258,12 +258,17 @@ def test_a_chunk_below_every_decoder_floor_gives_no_rows(
     assert output.draft_features.shape == (0, 256)
 
 
+def test_no_hit_is_a_cold_run(network64: Network, tokens: list[int], golden_of: Golden) -> None:
+    """Both replays without a hit are the decoder's alone, whose logits are golden."""
+    outputs = run_forward(network64, torch.tensor(tokens).numpy(), ForwardMode.BOTH, hit=0)
+    assert (outputs["logits"] - golden_of(True)["logits_decoder_replay"]).abs().max() < 1e-9
+
+
 @pytest.mark.parametrize(
     ("mode", "arguments", "message"),
     [
         (ForwardMode.FULL, {"hit": 4}, "hit: mode full starts cold, got 4"),
-        (ForwardMode.BOTH, {}, "needs a cached prefix of 1 … 60 tokens, got 0"),
-        (ForwardMode.BOTH, {"hit": 61}, "needs a cached prefix of 1 … 60 tokens, got 61"),
+        (ForwardMode.BOTH, {"hit": 61}, "takes a cached prefix of 0 … 60 tokens, got 61"),
         (ForwardMode.FULL, {"chunk_rows": 0}, "chunk_rows: expected at least 1, got 0"),
         (ForwardMode.DECODER_REPLAY, {"replay_length": 0}, "expected at least 1 row, got 0"),
     ],

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from python_backend.core import EngineCore
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.request import Request, SamplingParams
 from python_backend.settings import CoreLimits
+from python_backend.step_plan import SamplingArrays
 from tests.python_backend.serving import Int32Array, Stream, limits
 
 VOCAB = 512
@@ -25,7 +28,40 @@ def cases(count: int) -> settings:
     return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def core_of(network: Network, bounds: CoreLimits) -> EngineCore:
+class RecordingExecutor(TorchExecutor):
+    """Keeps the logits behind every sampled token, float64 [vocab], by (seed, output index)."""
+
+    def __init__(self, network: Network, pools: CachePools) -> None:
+        super().__init__(network, pools)
+        self.logits: dict[tuple[int, int], torch.Tensor] = {}
+
+    def _sample(
+        self, logits: torch.Tensor, arrays: SamplingArrays, wanted: npt.NDArray[np.bool_]
+    ) -> Int32Array:
+        keys = zip(arrays.seed[wanted].tolist(), arrays.output_index[wanted].tolist(), strict=True)
+        self.logits.update(zip(keys, logits.clone(), strict=True))
+        return super()._sample(logits, arrays, wanted)
+
+
+class RealCore(EngineCore):
+    """A core on the real network that remembers its logits."""
+
+    def __init__(self, executor: RecordingExecutor, bounds: CoreLimits) -> None:
+        super().__init__(executor, bounds)
+        self.logits = executor.logits
+
+
+def assert_same(together: RealCore, alone: RealCore, one: Stream, expected: Stream) -> None:
+    """The same tokens, and the same logits behind them to 1e-9. Requests have distinct seeds."""
+    assert one.output == expected.output, one.request
+    seed = one.request.sampling.seed
+    for index in range(len(expected.output)):
+        torch.testing.assert_close(
+            together.logits[seed, index], alone.logits[seed, index], rtol=0, atol=1e-9
+        )
+
+
+def core_of(network: Network, bounds: CoreLimits) -> RealCore:
     pools = CachePools(
         network.config,
         num_global_pages=bounds.num_global_pages,
@@ -36,7 +72,7 @@ def core_of(network: Network, bounds: CoreLimits) -> EngineCore:
         dtype=network.dtype,
         quantize=True,
     )
-    return EngineCore(TorchExecutor(network, pools), bounds)
+    return RealCore(RecordingExecutor(network, pools), bounds)
 
 
 def bounds_of(**changes: Any) -> CoreLimits:

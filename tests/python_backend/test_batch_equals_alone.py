@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.network import Network
-from tests.python_backend.real_core import Drawn, bounds_of, cases, core_of, drawn_sizes, serve
+from tests.python_backend.real_core import (
+    Drawn,
+    assert_same,
+    bounds_of,
+    cases,
+    core_of,
+    drawn_sizes,
+    serve,
+)
 
 
 def test_without_prefix_cache(network64: Network) -> None:
@@ -37,7 +45,7 @@ def test_without_prefix_cache(network64: Network) -> None:
         for one, expected in zip(together, drawn.streams(), strict=True):
             alone = core_of(network64, bounds_of(prefix_cache=False, max_num_tokens=64))
             serve(alone, [expected], [0])
-            assert one.output == expected.output, one.request
+            assert_same(core, alone, one, expected)
 
     check()
     assert preemptions, "no case preempted anything: the pools are too large to test it"

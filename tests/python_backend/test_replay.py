@@ -13,7 +13,6 @@ from python_backend.replay import (
     first_live,
     longest_hit,
     plan_replay,
-    round_external_hit,
 )
 
 RELEASED = ReplayRule(window=128, replay_length=128, decoder_tail=128, global_page_tokens=256)
@@ -116,13 +115,6 @@ def test_longest_hit_leaves_one_token(num_tokens: int, expected: int) -> None:
 def test_impossible_hits_are_refused(hit: int) -> None:
     with pytest.raises(ValueError, match="whole pages of 256 tokens, at most 768 of 1000"):
         plan_replay(RELEASED, num_tokens=1000, num_prompt_tokens=1000, hit=hit)
-
-
-def test_external_hits_are_cut_to_whole_pages() -> None:
-    """vLLM PR 56227: a store's unaligned answer must not reach the compressor."""
-    for whole in range(4):
-        for rest in range(1, 256):
-            assert round_external_hit(256 * whole + rest, 256) == 256 * whole
 
 
 @pytest.mark.parametrize(("length", "start"), [(0, 512), (32, 480), (127, 385)])
