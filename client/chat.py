@@ -151,9 +151,10 @@ def _interactive(chat: Chat, terminal: TextIO, say: Callable[[str], None]) -> No
         if line.strip():
             try:
                 _turn(chat, line.strip(), say)
-            except DeploymentError as error:  # the next message may fare better
-                print()
+            except (DeploymentError, ValueError) as error:  # the next message may fare better
                 say(f"dsv41-client: {error}")
+            except KeyboardInterrupt:  # before there was an answer, or again while it ended
+                print()
 
 
 def _turn(chat: Chat, content: str, say: Callable[[str], None]) -> bool:

@@ -64,6 +64,8 @@ class ChatRequest:
         mode: chat.Mode = "thinking" if self.thinking else "chat"
         try:
             return chat.render(self.messages, mode=mode, effort=self.effort, tools=self.tools)
+        except RecursionError:
+            raise _too_deep("arguments and tools") from None
         except ValueError as error:
             raise ChatError(str(error)) from None
 
@@ -77,8 +79,13 @@ def _json_list(name: str, text: str) -> list[Any]:
         )
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
-        raise ChatError(f"expected {name} as JSON, got one nested too deeply; flatten it") from None
+        raise _too_deep(name) from None
+    except UnicodeEncodeError:
+        raise ChatError(
+            f"expected {name} of valid Unicode, got a lone surrogate; remove the \\ud800 … \\udfff"
+        ) from None
     except ValueError as error:
         raise ChatError(f"expected {name} as a JSON list, but {error}; correct the JSON") from None
     if not isinstance(value, list) or not value:
@@ -86,13 +93,11 @@ def _json_list(name: str, text: str) -> list[Any]:
         raise ChatError(
             f"expected {name} as a JSON list of at least one object, got {kind}; send a list"
         )
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise ChatError(
-            f"expected {name} of valid Unicode, got a lone surrogate; remove the \\ud800 … \\udfff"
-        ) from None
     return value
+
+
+def _too_deep(name: str) -> ChatError:
+    return ChatError(f"expected {name} as JSON, got one nested too deeply; flatten it")
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from python_backend import wire
 from python_backend.request import RequestError
-from python_backend.text.chat_input import MAX_JSON_BYTES
+from python_backend.text.chat_input import MAX_JSON_BYTES, ChatError
 from python_backend.text.tokenizer import TextTokenizer, TokenizerError
 
 Q = {"role": "user", "content": "q"}
@@ -105,6 +106,31 @@ def test_arguments_of_a_call_are_an_object() -> None:
         call = {"id": "x", "function": {"name": "f", "arguments": arguments}}
         with pytest.raises(RequestError, match="arguments as a JSON object"):
             read([Q, {"role": "assistant", "tool_calls": [call]}, Q])
+
+
+@pytest.mark.parametrize("depth", [300, 900, 940, 980, 1000, 5000])
+def test_nested_arguments_render_or_are_refused(depth: int) -> None:
+    """Whatever the depth of the stack where they are read and rendered."""
+    arguments = '{"a": ' + "[" * depth + "]" * depth + "}"
+    question = json.dumps(Q)
+    for value in (json.dumps(arguments), arguments):
+        call = f'{{"id": "x", "function": {{"name": "f", "arguments": {value}}}}}'
+        calls = f'{{"role": "assistant", "tool_calls": [{call}]}}'
+        outcome = outcome_of(f"[{question}, {calls}, {question}]")
+        if depth <= 300:
+            assert "[" * depth in outcome
+        else:
+            assert "[" * depth in outcome or re.search(
+                "nested too deeply|arguments as a JSON object", outcome
+            )
+
+
+def outcome_of(messages: str) -> str:
+    """The rendered text, or the refusal."""
+    try:
+        return rendered(messages)
+    except (RequestError, ChatError) as error:
+        return str(error)
 
 
 def test_the_size_limit() -> None:
