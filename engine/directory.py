@@ -187,11 +187,13 @@ class Engine:
         *,
         rank: int = 0,
         activation_quant: bool = True,
+        packed: bool = False,
         advance: Advance = lambda _: None,
     ) -> NetworkWeights:
         """The network's weights in `dtype`; `advance` gets bytes read, `weight_bytes` in all.
 
-        Raises EngineError for an engine of several ranks.
+        `packed`: quantised weights stay mapped and are decoded on use. Raises EngineError for an
+        engine of several ranks.
         """
         from engine.network.load import load_weights
 
@@ -206,6 +208,7 @@ class Engine:
             self.token_class,
             dtype,
             activation_quant=activation_quant,
+            packed=packed,
         )
 
 

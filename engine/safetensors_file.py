@@ -112,6 +112,20 @@ class SafetensorsFile:
             raw = raw.clone()
         return raw.view(dtype).view(info.shape)
 
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows start … stop − 1 along the first dim, in memory of their own.
+
+        Read, not mapped: what streams through a file larger than memory must not count as used.
+        """
+        info = self.tensors[name]
+        row_bytes = info.num_bytes // info.shape[0]
+        rows = torch.empty((stop - start, *info.shape[1:]), dtype=STORED_AS[info.dtype])
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._data_start + self._begin[name] + start * row_bytes)
+            if file.readinto(rows.view(-1).view(torch.uint8).numpy().data) != rows.nbytes:
+                raise CheckpointError(f"{self.path} ended while {name} was read; copy it again")
+        return rows
+
     def _mapping(self) -> mmap.mmap:
         if self._map is None:
             self._map = map_file(self.path)

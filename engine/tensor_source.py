@@ -1,26 +1,29 @@
 """Where weights come from: named tensors of a checkpoint or an engine, read lazily.
 
-The helpers below turn stored tensors into what operators take. A quantised `X.weight` has its
-scales in `X.scale`: FP8 E4M3 linears one E8M0 byte per 32×32 block, FP4 experts one per 32 inputs
-of a row (two codes a byte, low nibble = even input), Engram rows one per 32 values of a row.
-Unquantised weights are read as they are; the stored dtype decides.
+The helpers below turn stored tensors into what operators take. As released, a quantised `X.weight`
+has its scales in `X.scale`: FP8 E4M3 linears one E8M0 byte per 32×32 block, FP4 experts one per 32
+inputs of a row (two codes a byte, low nibble = even input), Engram rows one per 32 values of a row.
+Requantised by ModelOpt they are in `X.weight_scale`: MXFP8 one E8M0 byte per 32 inputs of a row,
+NVFP4 one E4M3 byte per 16 inputs, and one float32 for the whole weight in `X.weight_scale_2`.
+Unquantised weights are read as they are; the stored names and dtypes decide.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from engine.safetensors_file import CheckpointError, SafetensorsFile, TensorInfo
-from plugins.formats.records import engram_record
-from plugins.formats.released import BLOCK, dequantize_fp4_rows, dequantize_fp8_blocks
+from plugins.formats.nvfp4 import CACHE
+from plugins.formats.records import engram_record, nvfp4_engram_record
+from plugins.formats.released import BLOCK
 from plugins.formats.rows import PackedRows, RowStore, ValueRows
-from plugins.linear import LinearWeight
-from plugins.moe import ExpertWeights
+from plugins.linear import LinearWeight, Matrix, PackedFormat, PackedLinearWeight, PackedMatrix
+from plugins.moe import ExpertWeights, PackedExpertWeights
 
 __all__ = [
     "CheckpointError",
@@ -88,12 +91,13 @@ class SafetensorsSource:
         return self._owner.keys()
 
     def describe(self, name: str) -> TensorInfo:
-        return self._file(name).tensors[name]
+        return self.file_of(name).tensors[name]
 
     def read(self, name: str) -> torch.Tensor:
-        return self._file(name).read(name)
+        return self.file_of(name).read(name)
 
-    def _file(self, name: str) -> SafetensorsFile:
+    def file_of(self, name: str) -> SafetensorsFile:
+        """The shard that holds a tensor. CheckpointError when there is no such tensor."""
         if name not in self._owner:
             raise CheckpointError(
                 f"expected a tensor {name} in {self.path}, found none; "
@@ -179,21 +183,20 @@ def linear_weight(
     dtype: torch.dtype,
     *,
     activation_quant: bool = True,
+    packed: bool = False,
 ) -> LinearWeight:
-    """`prefix.weight` [N, K] in `dtype`: FP8 with 32×32 block scales, or unquantised.
+    """`prefix.weight` [N, K] in `dtype`, quantised in any format of this module's head or not.
 
-    Dequantised values are exact in bfloat16 and wider. A quantised weight asks for a quantised
-    input, because the model was trained so; `activation_quant` False is a diagnostic.
+    A quantised weight asks for a quantised input, because the model was trained so;
+    `activation_quant` False is a diagnostic. With `packed` a quantised weight stays as stored,
+    mapped where the source maps it, and is decoded on use.
     """
-    name = f"{prefix}.weight"
-    if source.describe(name).dtype != "F8_E4M3":
-        return LinearWeight(dense(source, name, shape, dtype), quantized_input=False)
-    _expect(source, name, shape, ("F8_E4M3",))
-    rows, columns = shape
-    grid = (-(-rows // BLOCK), -(-columns // BLOCK))
-    _expect(source, f"{prefix}.scale", grid, ("F8_E8M0",))
-    value = dequantize_fp8_blocks(source.read(name), source.read(f"{prefix}.scale"), dtype)
-    return LinearWeight(value, quantized_input=activation_quant)
+    matrix = _packed_matrix(source, prefix, shape, dtype)
+    if matrix is None:
+        return LinearWeight(dense(source, f"{prefix}.weight", shape, dtype), quantized_input=False)
+    if packed:
+        return PackedLinearWeight(matrix, quantized_input=activation_quant)
+    return LinearWeight(matrix.dequantize(), quantized_input=activation_quant)
 
 
 def expert_weights(
@@ -205,30 +208,34 @@ def expert_weights(
     dtype: torch.dtype,
     *,
     activation_quant: bool = True,
+    packed: bool = False,
 ) -> ExpertWeights:
-    """The routed experts `prefix.E.{w1,w3,w2}.weight`, E = 0 … num_experts − 1, stacked.
+    """The routed experts `prefix.E.{w1,w3,w2}.weight`, E = 0 … num_experts − 1.
 
-    FP4 with one E8M0 scale per 32 inputs of a row, or unquantised; all of one kind.
+    Quantised or not as w1 of expert 0 is, which decides for the inputs of all. `packed` as in
+    `linear_weight`; else the experts are stacked.
     """
-    quantized = source.describe(f"{prefix}.0.w1.weight").dtype == "I8"
+    shapes = {"w1": (inter, hidden), "w3": (inter, hidden), "w2": (hidden, inter)}
+    first = f"{prefix}.0.w1"
+    quantized = _packed_matrix(source, first, shapes["w1"], dtype) is not None
 
-    def stack(name: str, shape: tuple[int, int]) -> torch.Tensor:
-        stacked = torch.empty(num_experts, *shape, dtype=dtype)
+    def matrices(name: str) -> Iterator[Matrix]:
         for expert in range(num_experts):
             one = f"{prefix}.{expert}.{name}"
-            stacked[expert] = (
-                _fp4_weight(source, one, shape, dtype)
-                if quantized
-                else dense(source, f"{one}.weight", shape, dtype)
-            )
+            matrix = _packed_matrix(source, one, shapes[name], dtype)
+            yield matrix or dense(source, f"{one}.weight", shapes[name], dtype)
+
+    if packed and quantized:
+        w1, w3, w2 = (tuple(matrices(name)) for name in ("w1", "w3", "w2"))
+        return PackedExpertWeights(w1, w3, w2, dtype, activation_quant)
+
+    def stack(name: str) -> torch.Tensor:
+        stacked = torch.empty(num_experts, *shapes[name], dtype=dtype)
+        for values, matrix in zip(stacked, matrices(name), strict=True):
+            values.copy_(matrix.to(dtype))
         return stacked
 
-    return ExpertWeights(
-        w1=stack("w1", (inter, hidden)),
-        w3=stack("w3", (inter, hidden)),
-        w2=stack("w2", (hidden, inter)),
-        quantized_input=quantized and activation_quant,
-    )
+    return ExpertWeights(stack("w1"), stack("w3"), stack("w2"), quantized and activation_quant)
 
 
 def engram_table(
@@ -236,31 +243,55 @@ def engram_table(
 ) -> RowStore:
     """An Engram table of `rows` rows of `dim` values.
 
-    An engine's packed records (`prefix.rows`) stay mapped. A checkpoint's FP8 `prefix.weight` and
-    `prefix.scale` are joined to records in memory; unquantised rows are kept in `dtype`.
+    An engine's packed records (`prefix.rows`) stay mapped. A checkpoint's quantised rows and
+    scales are joined to records in memory; unquantised rows are kept in `dtype`.
     """
+    name, global_name = f"{prefix}.weight", f"{prefix}.weight_scale_2"
     record = engram_record(dim)
+    if global_name in source:
+        _expect(source, global_name, (), ("F32",))
+        record = nvfp4_engram_record(dim, float(source.read(global_name)))
     if f"{prefix}.rows" in source:
         _expect(source, f"{prefix}.rows", (rows, record.bytes_per_row), ("U8",))
         return PackedRows(source.read(f"{prefix}.rows"), record)
-    name = f"{prefix}.weight"
-    if source.describe(name).dtype != "F8_E4M3":
+    if source.describe(name).dtype in FLOAT_DTYPES:
         _expect(source, name, (rows, dim), FLOAT_DTYPES)
         return ValueRows(source.read(name).to(dtype))
-    _expect(source, name, (rows, dim), ("F8_E4M3",))
-    _expect(source, f"{prefix}.scale", (rows, record.scale_bytes), ("F8_E8M0",))
-    parts = source.read(name).view(torch.uint8), source.read(f"{prefix}.scale")
+    scale = f"{prefix}.scale" if f"{prefix}.scale" in source else f"{prefix}.weight_scale"
+    _expect(source, name, (rows, record.data_bytes), ("F8_E4M3", "U8"))
+    _expect(source, scale, (rows, record.scale_bytes), ("F8_E8M0", "F8_E4M3", "U8"))
+    parts = source.read(name).view(torch.uint8), source.read(scale).view(torch.uint8)
     return PackedRows(torch.cat(parts, dim=1), record)
 
 
-def _fp4_weight(
+def _packed_matrix(
     source: TensorSource, prefix: str, shape: tuple[int, int], dtype: torch.dtype
-) -> torch.Tensor:
-    rows, columns = shape
-    _expect(source, f"{prefix}.weight", (rows, columns // 2), ("I8",))
-    _expect(source, f"{prefix}.scale", (rows, columns // BLOCK), ("F8_E8M0",))
-    return dequantize_fp4_rows(
-        source.read(f"{prefix}.weight"), source.read(f"{prefix}.scale"), dtype
+) -> PackedMatrix | None:
+    """A quantised `prefix.weight` [N, K] with its scales, None where it is not quantised."""
+    name, (rows, columns) = f"{prefix}.weight", shape
+    stored = source.describe(name).dtype
+    requantized = f"{prefix}.weight_scale" in source
+    scale = f"{prefix}.weight_scale" if requantized else f"{prefix}.scale"
+    global_scale = None
+    if stored == "F8_E4M3" and not requantized:
+        packed_format, width = PackedFormat.FP8_BLOCKS, columns
+        _expect(source, scale, (-(-rows // BLOCK), -(-columns // BLOCK)), ("F8_E8M0",))
+    elif stored == "F8_E4M3":
+        packed_format, width = PackedFormat.MXFP8, columns
+        _expect(source, scale, (rows, columns // BLOCK), ("U8", "F8_E8M0"))
+    elif stored == "I8":
+        packed_format, width = PackedFormat.FP4_ROWS, columns // 2
+        _expect(source, scale, (rows, columns // BLOCK), ("F8_E8M0",))
+    elif stored == "U8":
+        packed_format, width = PackedFormat.NVFP4, columns // 2
+        _expect(source, scale, (rows, columns // CACHE.group), ("F8_E4M3",))
+        _expect(source, f"{prefix}.weight_scale_2", (), ("F32",))
+        global_scale = source.read(f"{prefix}.weight_scale_2").clone()
+    else:
+        return None
+    _expect(source, name, (rows, width), (stored,))
+    return PackedMatrix(
+        packed_format, shape, source.read(name), source.read(scale), global_scale, dtype
     )
 
 

@@ -133,7 +133,8 @@ class ServedModel:
         config, settings = checked.engine.config, checked.settings
         dtype = getattr(torch, settings.dtype)
         advance = _share_of(checked.engine.weight_bytes(), "loading weights", on_progress)
-        network = Network(config, checked.engine.load_weights(dtype, advance=advance))
+        weights = checked.engine.load_weights(dtype, packed=True, advance=advance)
+        network = Network(config, weights)
         limits = checked.limits()
         pools = CachePools(
             config,

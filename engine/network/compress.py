@@ -54,7 +54,7 @@ def _pooled(
     cache: CacheView,
 ) -> torch.Tensor:
     """The latent [T, d] of the pair (row before, row), and the tail update."""
-    wide = u.to(wgate.value.dtype)
+    wide = u.to(wgate.dtype)
     current = torch.cat([linear(wide, weights.wkv), linear(wide, wgate)], dim=-1)
     tail = cache.tail(source)
     # Read before writing: a long chunk reuses the slot of the row that its first row needs.

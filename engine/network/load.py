@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from engine.network.weights import (
     NetworkWeights,
 )
 from engine.tensor_source import TensorSource, dense, engram_table, expert_weights, linear_weight
-from plugins.linear import LinearWeight
-from plugins.moe import ExpertWeights
+from plugins.linear import LinearWeight, PackedLinearWeight
+from plugins.moe import ExpertWeights, PackedExpertWeights
 
 
 def load_weights(
@@ -32,12 +33,15 @@ def load_weights(
     dtype: torch.dtype,
     *,
     activation_quant: bool = True,
+    packed: bool = False,
 ) -> NetworkWeights:
     """Read every weight of the model in compute dtype `dtype`.
 
     token_class [vocab]: Engram class of each token id. `activation_quant` off is a diagnostic that
-    leaves the inputs of linears released in FP8 or FP4 unrounded. Raises CheckpointError naming
-    the tensor that is missing or has another shape or dtype than the configuration asks for.
+    leaves the inputs of linears released in FP8 or FP4 unrounded. `packed` keeps quantised weights
+    as their stored bytes and decodes them on use: same results, less memory, more work. Raises
+    CheckpointError naming the tensor that is missing or has another shape or dtype than the
+    configuration asks for.
     """
     if token_class.shape != (config.vocab_size,):
         raise ConfigError(
@@ -50,7 +54,7 @@ def load_weights(
             f"token_class: expected classes 0 … {config.engram_compressed_vocab_size - 1}, "
             f"got {int(classes.min())} … {int(classes.max())}"
         )
-    return _Loader(config, source, dtype, activation_quant).network(classes)
+    return _Loader(config, source, dtype, activation_quant, packed).network(classes)
 
 
 class _Loader:
@@ -60,12 +64,14 @@ class _Loader:
         source: TensorSource,
         dtype: torch.dtype,
         activation_quant: bool,
+        packed: bool,
     ) -> None:
         self.config = config
         self.source = source
         self.dtype = dtype
         self.wide = torch.promote_types(dtype, torch.float32)
         self.activation_quant = activation_quant
+        self.packed = packed
 
     def network(self, token_class: torch.Tensor) -> NetworkWeights:
         c = self.config
@@ -94,6 +100,7 @@ class _Loader:
             (rows, columns),
             dtype or self.dtype,
             activation_quant=self.activation_quant,
+            packed=self.packed,
         )
 
     def _backbone_layer(self, layer: int) -> LayerWeights:
@@ -152,6 +159,7 @@ class _Loader:
                 (groups * c.o_lora_rank, heads // groups * c.head_dim),
                 self.dtype,
                 activation_quant=False,
+                packed=self.packed,
             ),
             wo_b=self._linear(f"{prefix}.wo_b", c.hidden_size, groups * c.o_lora_rank),
             compressor=compressor,
@@ -204,7 +212,6 @@ class _Loader:
                 ("w2", hidden, inter),
             )
         ]
-        w1, w3, w2 = (weight.value.unsqueeze(0) for weight in shared)
         return MoeWeights(
             gate=self._wide(f"{prefix}.gate.weight", num_experts, hidden),
             bias=self._wide(f"{prefix}.gate.bias", num_experts),
@@ -217,8 +224,9 @@ class _Loader:
                 hidden,
                 self.dtype,
                 activation_quant=self.activation_quant,
+                packed=self.packed,
             ),
-            shared=ExpertWeights(w1, w3, w2, shared[0].quantized_input),
+            shared=_one_expert(shared, self.dtype),
         )
 
     def _draft(self) -> DraftWeights:
@@ -238,3 +246,13 @@ class _Loader:
             markov_head=self._linear(f"{last}.markov_head.head", c.vocab_size, rank, self.wide),
             confidence=self._linear(f"{last}.confidence_head.proj", 1, hidden + rank, self.wide),
         )
+
+
+def _one_expert(shared: Sequence[LinearWeight], dtype: torch.dtype) -> ExpertWeights:
+    """w1, w3 and w2 of the shared expert, as a stack of one; w1 decides for the inputs."""
+    quantized = shared[0].quantized_input
+    if any(isinstance(weight, PackedLinearWeight) for weight in shared):
+        w1, w3, w2 = ((w.packed if isinstance(w, PackedLinearWeight) else w.value,) for w in shared)
+        return PackedExpertWeights(w1, w3, w2, dtype, quantized)
+    stacked1, stacked3, stacked2 = (weight.value.unsqueeze(0) for weight in shared)
+    return ExpertWeights(stacked1, stacked3, stacked2, quantized)

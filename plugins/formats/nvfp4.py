@@ -76,6 +76,27 @@ class NvFp4:
 CACHE = NvFp4()
 
 
+@dataclass(frozen=True)
+class GlobalNvFp4(NvFp4):
+    """Rows of a weight in ModelOpt's form: one float32 global scale for the whole table."""
+
+    global_scale: float = 1.0
+
+    @torch.no_grad()
+    def pack(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("rows of a weight are packed by the builder, not while serving")
+
+    def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Code value · (block scale · global scale), [..., n] in `dtype`."""
+        wide = work_dtype(dtype)
+        step = decode_e4m3(scale, wide).mul_(self.global_scale)
+        groups = split_last(unpack_e2m1(data, wide), self.group)
+        return (groups * step.unsqueeze(-1)).flatten(-2).to(dtype)
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("rows of a weight are packed by the builder, not while serving")
+
+
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ModelOpt's NVFP4 weight: [N, K] → (uint8 [N, K/2], float8_e4m3fn [N, K/16], float32 []).
 
@@ -96,6 +117,11 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 def dequantize_weight(
     packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Inverse of quantize_weight: code value · block scale · global scale, [N, K] in `dtype`."""
+    """Inverse of quantize_weight: code value · (block scale · global scale), [N, K] in `dtype`.
+
+    The two scales meet first, as in ModelOpt: in float32 the order decides the last bit.
+    """
     wide = work_dtype(dtype)
-    return (CACHE.unpack(packed, scale, wide) * global_scale.to(wide)).to(dtype)
+    step = decode_e4m3(scale, wide) * global_scale.to(wide)
+    groups = split_last(unpack_e2m1(packed, wide), CACHE.group)
+    return (groups * step.unsqueeze(-1)).flatten(-2).to(dtype)

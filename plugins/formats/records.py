@@ -106,6 +106,12 @@ def engram_record(engram_head_dim: int) -> RecordLayout:
     return _layout("engram", engram_head_dim, mxfp8.WEIGHT, mxfp8.WEIGHT.group)
 
 
+def nvfp4_engram_record(engram_head_dim: int, global_scale: float) -> RecordLayout:
+    """Engram table rows requantised to NVFP4: 144 B at 256. Read-only."""
+    layout = nvfp4.GlobalNvFp4(global_scale=global_scale)
+    return _layout("nvfp4_engram", engram_head_dim, layout, layout.group)
+
+
 def window_fallback_record(head_dim: int, rope_dim: int) -> RecordLayout:
     """FP8 with the rotated dims in bfloat16: 448 + 128 + 7 scales + 1 pad = 584 B at (512, 64)."""
     plain = head_dim - rope_dim

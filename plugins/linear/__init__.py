@@ -2,6 +2,21 @@
 
 from plugins.linear.reference import linear
 from plugins.linear.tiles import ROW_TILE, row_tiled
-from plugins.linear.weight import LinearWeight
+from plugins.linear.weight import (
+    LinearWeight,
+    Matrix,
+    PackedFormat,
+    PackedLinearWeight,
+    PackedMatrix,
+)
 
-__all__ = ["ROW_TILE", "LinearWeight", "linear", "row_tiled"]
+__all__ = [
+    "ROW_TILE",
+    "LinearWeight",
+    "Matrix",
+    "PackedFormat",
+    "PackedLinearWeight",
+    "PackedMatrix",
+    "linear",
+    "row_tiled",
+]

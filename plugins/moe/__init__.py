@@ -1,5 +1,5 @@
 """The mixture of experts."""
 
-from plugins.moe.reference import ExpertWeights, moe
+from plugins.moe.reference import ExpertWeights, PackedExpertWeights, moe
 
-__all__ = ["ExpertWeights", "moe"]
+__all__ = ["ExpertWeights", "PackedExpertWeights", "moe"]

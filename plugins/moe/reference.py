@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from plugins.elementwise import silu
 from plugins.formats import mxfp8
 from plugins.linear.tiles import row_tiled
+from plugins.linear.weight import Matrix
 from plugins.moe.schema import MOE
 from plugins.registry import operator
 
@@ -25,6 +27,60 @@ class ExpertWeights:
     w3: torch.Tensor  # [E, I, D]
     w2: torch.Tensor  # [E, D, I]
     quantized_input: bool
+
+    @property
+    def count(self) -> int:
+        return self.w1.shape[0]
+
+    def matrices(self) -> tuple[Sequence[Matrix], Sequence[Matrix], Sequence[Matrix]]:
+        """w1, w3 and w2 expert by expert."""
+        # unbind, not indexing: its gradient is one stack, not one full-size tensor per expert.
+        return self.w1.unbind(0), self.w3.unbind(0), self.w2.unbind(0)
+
+
+class PackedExpertWeights(ExpertWeights):
+    """The same experts at rest as packed bytes; an expert is decoded when rows choose it.
+
+    Each matrix stands alone, so that mapped files need not be copied. `w1`, `w3` and `w2` decode
+    the whole stack anew each time they are read: for tests and tools, not for steps.
+    """
+
+    def __init__(
+        self,
+        w1: Sequence[Matrix],
+        w3: Sequence[Matrix],
+        w2: Sequence[Matrix],
+        dtype: torch.dtype,
+        quantized_input: bool,
+    ) -> None:
+        object.__setattr__(self, "_matrices", (tuple(w1), tuple(w3), tuple(w2)))
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "quantized_input", quantized_input)
+
+    _matrices: tuple[Sequence[Matrix], Sequence[Matrix], Sequence[Matrix]]
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return len(self._matrices[0])
+
+    def matrices(self) -> tuple[Sequence[Matrix], Sequence[Matrix], Sequence[Matrix]]:
+        return self._matrices
+
+    def _stack(self, index: int) -> torch.Tensor:
+        return torch.stack([matrix.to(self.dtype) for matrix in self._matrices[index]])
+
+    @property
+    def w1(self) -> torch.Tensor:
+        return self._stack(0)
+
+    @property
+    def w3(self) -> torch.Tensor:
+        return self._stack(1)
+
+    @property
+    def w2(self) -> torch.Tensor:
+        return self._stack(2)
 
 
 @operator(MOE)
@@ -53,14 +109,14 @@ def moe(
     ids, by_id = ids.sort(dim=1)
     pair_weights = weights.to(acc).gather(1, by_id).flatten()
     grouped = ids.flatten().argsort(stable=True)
-    counts = torch.bincount(ids.flatten(), minlength=routed.w1.shape[0]).tolist()
+    counts = torch.bincount(ids.flatten(), minlength=routed.count).tolist()
     x = inputs[routed.quantized_input][grouped // ids.shape[1]]
     y = _experts(x, pair_weights[grouped].unsqueeze(-1), counts, routed, swiglu_limit)
     pairs = y[grouped.argsort()].view(*ids.shape, -1)
     total = pairs[:, 0]
     for column in range(1, ids.shape[1]):
         total = total + pairs[:, column]
-    num_shared = shared.w1.shape[0]
+    num_shared = shared.count
     x = inputs[shared.quantized_input].repeat(num_shared, 1)
     one = total.new_ones(())
     y = _experts(x, one, [u.shape[0]] * num_shared, shared, swiglu_limit)
@@ -80,8 +136,7 @@ def _experts(
     acc = torch.promote_types(x.dtype, torch.float32)
     hit = [expert for expert, count in enumerate(counts) if count]
     sizes = [counts[expert] for expert in hit]
-    # unbind, not indexing: its gradient is one stack instead of one full-size tensor per expert.
-    w1, w3, w2 = experts.w1.unbind(0), experts.w3.unbind(0), experts.w2.unbind(0)
+    w1, w3, w2 = experts.matrices()
     a = torch.cat(
         [
             _swiglu(rows, w1[expert].to(acc), w3[expert].to(acc), swiglu_limit)

@@ -17,16 +17,17 @@ def wo_a(o: torch.Tensor, weight: LinearWeight, groups: int) -> torch.Tensor:
     Group g is heads g·H/G … (g+1)·H/G − 1, concatenated; it meets weight rows g·N … (g+1)·N − 1.
     """
     rows, heads, dim = o.shape
-    out_features, group_width = weight.value.shape
+    value = weight.value  # read once: a packed weight decodes on every read
+    out_features, group_width = value.shape
     if heads % groups or out_features % groups or group_width != heads // groups * dim:
         raise ValueError(
             f"expected a weight [G·N, H/G·d] for {groups} groups of {heads} heads of {dim}, got "
-            f"{tuple(weight.value.shape)}; check o_groups and o_lora_rank"
+            f"{tuple(value.shape)}; check o_groups and o_lora_rank"
         )
     x = o.reshape(rows, heads * dim)
     if weight.quantized_input:
         x = mxfp8.ACTIVATION.round(x)
-    per_group = weight.value.view(groups, out_features // groups, group_width).transpose(1, 2)
+    per_group = value.view(groups, out_features // groups, group_width).transpose(1, 2)
 
     def project(tile: torch.Tensor) -> torch.Tensor:
         grouped = tile.reshape(tile.shape[0], groups, group_width).transpose(0, 1)
