@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from builder.checkpoint import Checkpoint
+from builder.checkpoint import Checkpoint, check_weight
 from builder.layout import Shard, WeightSpec
 from builder.pack import check_world_size, rank_tensors, write_rank
 from builder.progress import Progress
@@ -31,8 +31,7 @@ from engine.directory import (
     EngramTableFile,
 )
 from engine.manifest import Manifest
-from engine.tensor_source import TensorSource
-from plugins.formats.records import engram_record
+from engine.tensor_source import FLOAT_DTYPES, TensorSource
 
 _CHUNK_ROWS = 1 << 18
 
@@ -105,19 +104,22 @@ def _write_tables(
     tables = []
     for layer, weight in zip(config.engram_layer_ids, specs, strict=True):
         stored = source.describe(weight.name)
-        packed = stored.dtype == "F8_E4M3"
+        packed = stored.dtype not in FLOAT_DTYPES
         rows, width = weight.shape
-        record = engram_record(width)
+        scale_name = next((n for n in check_weight(weight, source)[1:]), "")
+        row_bytes = stored.num_bytes // rows
+        if packed:
+            row_bytes += source.describe(scale_name).num_bytes // rows
         table = EngramTableFile(
             layer,
             f"engram.{layer}.bin",
             "U8" if packed else stored.dtype,
             rows,
-            record.bytes_per_row if packed else width,
+            row_bytes if packed else width,
         )
         progress.start(f"Engram table of layer {layer}", table.info.num_bytes)
         values = source.read(weight.name)
-        scales = source.read(str(weight.scale_name)) if packed else None
+        scales = source.read(scale_name).view(torch.uint8) if packed else None
         with (directory / table.file).open("wb") as file:
             for start in range(0, rows, _CHUNK_ROWS):
                 chunk = values[start : start + _CHUNK_ROWS].view(torch.uint8)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from builder.layout import WeightSpec, all_weights
+from builder.layout import Requantized, WeightSpec, all_weights
 from builder.presets import check_table_rows
 from builder.token_class import (
     Int32Array,
@@ -77,13 +77,17 @@ class Checkpoint:
 
     @property
     def quantization(self) -> dict[str, str]:
-        """How linears, experts and engram_rows are stored: fp8, fp4 or a float dtype."""
+        """How linears, experts and engram_rows are stored: fp8, fp4, mxfp8, nvfp4, or a float
+        dtype."""
         found: dict[str, set[str]] = {title: set() for title in _STORAGE_TITLES.values()}
         for weight in self.weights:
             title = _STORAGE_TITLES.get(weight.storage)
             if title is not None:
-                dtype = self.source.describe(weight.name).dtype
-                found[title].add(_DTYPE_TITLES.get(dtype, dtype.lower()))
+                found[title].add(
+                    requantized_format(weight, self.source)
+                    or _DTYPE_TITLES.get(dtype := self.source.describe(weight.name).dtype)
+                    or dtype.lower()
+                )
         return {title: " and ".join(sorted(dtypes)) or "none" for title, dtypes in found.items()}
 
     @property
@@ -122,16 +126,24 @@ def _check_json(path: Path) -> None:
         raise CheckpointError(f"{path} is not a JSON object; restore or remove the file")
 
 
+def requantized_format(weight: WeightSpec, source: TensorSource) -> Requantized | None:
+    """Which of ModelOpt's layouts a weight has, None where it is as released or unquantised."""
+    if weight.scale_name is None or f"{weight.base}.weight_scale" not in source:
+        return None
+    return "nvfp4" if source.describe(weight.name).dtype == "U8" else "mxfp8"
+
+
 def check_weight(weight: WeightSpec, source: TensorSource) -> tuple[str, ...]:
     """The names of a weight's stored tensors, () where an optional weight is not there.
 
-    Quantised weights must have the released layout; others may be stored in any float dtype.
-    Raises CheckpointError naming the tensor.
+    Quantised weights must have the released layout or one of ModelOpt's; others may be stored in
+    any float dtype. Raises CheckpointError naming the tensor.
     """
     if weight.name not in source and weight.name.endswith(".bias_vl"):
         return ()  # only image spans use it
     stored = source.describe(weight.name)
-    expected = weight.released()
+    requantized = requantized_format(weight, source)
+    expected = weight.requantized(requantized) if requantized else weight.released()
     if stored.dtype not in FLOAT_DTYPES and weight.scale_name is not None:
         for name, info in expected.items():
             if source.describe(name) != info:

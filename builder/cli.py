@@ -2,7 +2,9 @@
 
     dsv41-build init    --config tiny --output_dir ckpt
     dsv41-build engine  --checkpoint_dir ckpt --output_dir engine
+    dsv41-build quantize --checkpoint_dir ckpt --format nvfp4 --output_dir ckpt-nvfp4
     dsv41-build inspect --engine engine --memory 80GiB
+    dsv41-build verify  --engine engine --checkpoint ckpt --tokens t.npy --min_agreement 0.95
     dsv41-build forward --checkpoint ckpt --tokens t.npy --mode both --hit 40 --out o.safetensors
 
 Options are spelled as trtllm-build spells them, with - or _. Bad input ends the command with one
@@ -91,6 +93,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     _option(init, "tokenizer", type=Path, metavar="FILE", help="tokenizer.json (byte-level)")
 
+    quantize = _command(commands, "quantize", "requantise a checkpoint with NVIDIA ModelOpt")
+    _option(quantize, "checkpoint_dir", "checkpoint", type=Path, required=True)
+    _option(quantize, "output_dir", type=Path, required=True, help="checkpoint directory to make")
+    _option(
+        quantize,
+        "format",
+        choices=("nvfp4", "mxfp8", "nvfp4-experts", "as-released"),
+        required=True,
+        help="all weights, or the experts only; as-released is FP8 and FP4",
+    )
+    _option(quantize, "recipe", type=Path, metavar="FILE.yaml", help="changes by class or by name")
+    _option(
+        quantize,
+        "unfit",
+        choices=("keep", "refuse"),
+        default="keep",
+        help="a weight whose rows are not whole groups of the format (%(default)s)",
+    )
+
     inspect = _command(commands, "inspect", "describe an engine, a checkpoint, a model")
     subject = inspect.add_mutually_exclusive_group(required=True)
     _option(subject, "engine", "engine_dir", type=Path)
@@ -130,6 +151,23 @@ def _parser() -> argparse.ArgumentParser:
         help="diagnostic: do not round the inputs of quantised linears",
     )
     _option(forward, "out", type=Path, metavar="FILE.safetensors", required=True)
+
+    verify = _command(commands, "verify", "compare an engine with a checkpoint")
+    _option(verify, "engine", "engine_dir", type=Path, required=True)
+    _option(verify, "checkpoint_dir", "checkpoint", type=Path, required=True)
+    _option(verify, "tokens", type=Path, metavar="FILE.npy", required=True, help="token ids")
+    _option(
+        verify,
+        "dtype",
+        choices=("float64", "float32", "bfloat16"),
+        default="float32",
+        help="(%(default)s)",
+    )
+    _option(verify, "max_error", type=float, help="fail above this difference of a logit")
+    _option(verify, "min_cosine", type=float, help="fail below this, at any position")
+    _option(verify, "min_agreement", type=float, help="fail below this share of equal arg max")
+    _option(verify, "max_kl", type=float, help="fail above this mean, in nats")
+    _option(verify, "json", action="store_true", help="one JSON object, with KL per position")
     return parser
 
 

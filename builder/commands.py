@@ -21,7 +21,11 @@ from builder.inspection import (
 )
 from builder.presets import find_config, slice_config
 from builder.progress import Progress
+from builder.quantize import quantize_checkpoint
+from builder.quantize_recipe import Recipe
+from builder.quantize_report import render_report
 from builder.random_checkpoint import init_checkpoint
+from builder.verify import verify
 from engine.config import ConfigError
 from engine.directory import BuildConfig, Engine
 from engine.manifest import EngineError
@@ -86,6 +90,28 @@ def _init(args: argparse.Namespace) -> None:
     print(f"checkpoint {args.output_dir}: random weights, {args.format} layout, seed {args.seed}")
 
 
+def _quantize(args: argparse.Namespace) -> None:
+    recipe = Recipe.named(args.format)
+    given = None if args.recipe is None else Recipe.read(args.recipe)
+    checkpoint = Checkpoint.open(args.checkpoint_dir)
+    _warn(checkpoint.warnings)
+    if given is not None:
+        given.check_matches(checkpoint.weights)
+        recipe = given.over(recipe)
+    targets, unfit = recipe.targets(checkpoint.weights, args.unfit)
+    _warn(unfit)
+    try:
+        report, warnings = quantize_checkpoint(
+            checkpoint, args.output_dir, targets, progress=Progress()
+        )
+    except KeyboardInterrupt:
+        _warn(["complete shards are kept; the same command goes on with the next"])
+        raise
+    _warn(warnings)
+    print(f"checkpoint {args.output_dir}")
+    print("\n".join(render_report(report)))
+
+
 def _inspect(args: argparse.Namespace) -> None:
     memory = None if args.memory is None else parse_memory(args.memory)
     report = describe(_subject(args), memory)
@@ -115,4 +141,11 @@ def _warn(warnings: Sequence[str]) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
-_COMMANDS = {"engine": _engine, "init": _init, "inspect": _inspect, "forward": forward}
+_COMMANDS = {
+    "engine": _engine,
+    "init": _init,
+    "quantize": _quantize,
+    "inspect": _inspect,
+    "forward": forward,
+    "verify": verify,
+}

@@ -31,7 +31,7 @@ def forward(args: argparse.Namespace) -> None:
     out: Path = args.out
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError(f"out: expected a file in an existing directory, got {out}")
-    tokens = _read_tokens(args.tokens)
+    tokens = read_tokens(args.tokens)
     network = _load_network(args, tokens)
     try:
         results = run_forward(
@@ -63,7 +63,7 @@ def _load_network(args: argparse.Namespace, tokens: npt.NDArray[np.integer[Any]]
         if args.token_class is not None:
             raise ConfigError("token_class: an engine has its own classes; leave the option out")
         engine = Engine.open(args.engine)
-        _check_tokens(args.tokens, tokens, engine.config)
+        check_tokens(args.tokens, tokens, engine.config)
         progress.start("loading weights", engine.weight_bytes())
         weights = engine.load_weights(
             dtype, activation_quant=activation_quant, advance=progress.advance
@@ -72,7 +72,7 @@ def _load_network(args: argparse.Namespace, tokens: npt.NDArray[np.integer[Any]]
         return Network(engine.config, weights)
     checkpoint = Checkpoint.open(args.checkpoint_dir)
     config = checkpoint.config
-    _check_tokens(args.tokens, tokens, config)
+    check_tokens(args.tokens, tokens, config)
     classes, _ = checkpoint.token_class(args.token_class)
     progress.start("loading weights", total_bytes(checkpoint.source))
     source = CountedSource(checkpoint.source, progress.advance)
@@ -81,7 +81,8 @@ def _load_network(args: argparse.Namespace, tokens: npt.NDArray[np.integer[Any]]
     return Network(config, weights)
 
 
-def _read_tokens(path: Path) -> npt.NDArray[np.integer[Any]]:
+def read_tokens(path: Path) -> npt.NDArray[np.integer[Any]]:
+    """Token ids [T] of a .npy file. Raises ConfigError."""
     try:
         tokens = np.load(path, allow_pickle=False)
     except FileNotFoundError:
@@ -98,7 +99,8 @@ def _read_tokens(path: Path) -> npt.NDArray[np.integer[Any]]:
     return tokens
 
 
-def _check_tokens(path: Path, tokens: npt.NDArray[np.integer[Any]], config: ModelConfig) -> None:
+def check_tokens(path: Path, tokens: npt.NDArray[np.integer[Any]], config: ModelConfig) -> None:
+    """Raise ConfigError naming the first id that the model does not have."""
     outside = np.flatnonzero((tokens < 0) | (tokens >= config.vocab_size))
     if outside.size:
         first = int(outside[0])

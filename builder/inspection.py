@@ -134,7 +134,8 @@ def parse_memory(text: str) -> int:
 
 def _stored_sizes(config: ModelConfig, source: TensorSource) -> Iterator[tuple[WeightSpec, int]]:
     for weight in all_weights(config):
-        names = [weight.name, weight.scale_name or "", weight.name.replace(".weight", ".rows")]
+        companions = (".rows", ".weight_scale", ".weight_scale_2")
+        names = [weight.name, weight.scale_name or "", *(weight.base + c for c in companions)]
         present = {name for name in names if name in source}
         if present:
             yield weight, sum(source.describe(name).num_bytes for name in present)

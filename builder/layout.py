@@ -3,7 +3,7 @@
 The released layout: FP8 E4M3 linears with one E8M0 scale per 32×32 block, FP4 routed experts with
 one per 32 inputs of a row, FP8 Engram rows with one per 32 values, BF16 and F32 for the rest. Each
 rank of a tensor-parallel engine gets the slice that `Shard` names. The vision tower is not part of
-the text model and is left out.
+the text model and is left out. ModelOpt's layouts for requantised weights: see `requantized`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.safetensors_file import TensorInfo
 from plugins.formats.released import BLOCK
 
 Storage = Literal["fp8", "fp4", "fp8_rows", "bf16", "f32"]
+Requantized = Literal["nvfp4", "mxfp8"]
 
 
 class Shard(Enum):
@@ -75,6 +76,26 @@ class WeightSpec:
                 grid = (-(-rows // BLOCK), -(-columns // BLOCK))
                 scales = TensorInfo("F8_E8M0", grid)
         return {self.name: values, f"{self.scale_name}": scales}
+
+    @property
+    def base(self) -> str:
+        """The name without `.weight`; the names of companions begin so."""
+        return self.name.removesuffix(".weight")
+
+    def requantized(self, format: Requantized) -> dict[str, TensorInfo]:
+        """The stored tensors of a weight that ModelOpt quantised: codes, scales of 32 (MXFP8) or
+        16 (NVFP4) inputs of a row, and NVFP4's global scale."""
+        rows, columns = self.shape
+        if format == "mxfp8":
+            return {
+                self.name: TensorInfo("F8_E4M3", self.shape),
+                f"{self.base}.weight_scale": TensorInfo("U8", (rows, columns // 32)),
+            }
+        return {
+            self.name: TensorInfo("U8", (rows, columns // 2)),
+            f"{self.base}.weight_scale": TensorInfo("F8_E4M3", (rows, columns // 16)),
+            f"{self.base}.weight_scale_2": TensorInfo("F32", ()),
+        }
 
     def float32(self) -> dict[str, TensorInfo]:
         """The stored tensors of an unquantised float32 checkpoint."""

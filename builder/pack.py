@@ -34,6 +34,8 @@ class RankTensor:
     columns: slice | None
 
     def read(self, source: TensorSource) -> torch.Tensor:
+        if not self.info.shape:
+            return source.read(self.name)
         whole = source.read(self.name)[self.rows]
         return whole if self.columns is None else whole[:, self.columns].contiguous()
 
@@ -64,12 +66,20 @@ def rank_tensors(
     rank: int,
     world_size: int,
 ) -> Iterator[RankTensor]:
-    """The stored tensors of `rank`, tables left out. The world size must divide the model."""
+    """The stored tensors of `rank`; of a table only its global scale, where it has one.
+
+    The world size must divide the model.
+    """
     for weight in weights:
-        if weight.shard is Shard.TABLE or not _owns_expert(weight, config, rank, world_size):
+        if not _owns_expert(weight, config, rank, world_size):
             continue
         for name in check_weight(weight, source):
             info = source.describe(name)
+            if not info.shape:  # a global scale, which every rank and every table needs
+                yield RankTensor(name, info, slice(None), None)
+                continue
+            if weight.shard is Shard.TABLE:
+                continue
             shape = list(info.shape)
             rows, columns = slice(None), None
             if weight.shard is Shard.COLUMNS:

@@ -193,6 +193,8 @@ class _Reader:
             return
         if not isinstance(value, Mapping):
             raise ConfigError(f"quantization_config: expected an object, got {value!r}")
+        if value.get("quant_method") == "modelopt":
+            return  # requantised by the builder: each tensor's stored dtype says how
         for key, entry in value.items():
             name = f"quantization_config.{key}"
             if key in FIXED_QUANTIZATION:

@@ -8,6 +8,8 @@ import pytest
 
 from builder.cli import main
 
+SMALL = ["init", "--config", "tiny", "--experts", "4", "--seed", "5"]
+
 
 @pytest.fixture(scope="session")
 def released_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,4 +35,20 @@ def golden_engine(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     classes = tiny_dir / "golden_quant.safetensors"
     assert main(["engine", "--checkpoint", str(tiny_dir), "--output_dir", str(directory),
                  "--token-class", str(classes)]) == 0  # fmt: skip
+    return directory
+
+
+@pytest.fixture(scope="session")
+def float_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TINY with four experts, unquantised."""
+    directory = tmp_path_factory.mktemp("float") / "checkpoint"
+    assert main([*SMALL, "--format", "float32", "--output_dir", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture(scope="session")
+def small_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights in the released layout."""
+    directory = tmp_path_factory.mktemp("released") / "checkpoint"
+    assert main([*SMALL, "--output_dir", str(directory)]) == 0
     return directory

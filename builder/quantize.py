@@ -1,0 +1,358 @@
+"""`dsv41-build quantize`: a checkpoint in, the same checkpoint in other formats out.
+
+Shards keep their names and their tensors. Everything streams by chunks of rows: a piece of a
+weight is read, decoded to float32, quantised, decoded again for comparison, and written. A shard
+is written under a temporary name and renamed when complete, so an interrupted run repeats one
+shard at most; the directory gets its own name when all are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from builder.assemble import check_output
+from builder.checkpoint import Checkpoint, check_weight, requantized_format
+from builder.layout import WeightSpec
+from builder.progress import Progress
+from builder.quantize_modelopt import TESTED_VERSION, check_modelopt, global_scale, quantize_rows
+from builder.quantize_recipe import Target, weight_class
+from builder.quantize_report import ClassTotals, merged
+from engine.config import ConfigError
+from engine.directory import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    PARTIAL_SUFFIX,
+    TOKEN_CLASS_NAME,
+    TOKENIZER_CONFIG_NAME,
+    TOKENIZER_NAME,
+)
+from engine.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorInfo
+from engine.tensor_source import FLOAT_DTYPES, INDEX_NAME, CheckpointError
+from plugins.formats.released import (
+    BLOCK,
+    quantize_fp4_rows,
+    quantize_fp8_blocks,
+    quantize_fp8_rows,
+)
+from plugins.linear import PackedFormat, PackedMatrix
+
+HF_QUANT_NAME = "hf_quant_config.json"
+REPORT_NAME = "report.json"
+_STATE_NAME = "quantize.state.json"
+_SUMS_SUFFIX = ".sums.json"
+_CHUNK_VALUES = 4 << 20
+_ALGORITHMS = {"nvfp4": "W4A16_NVFP4", "mxfp8": "MXFP8"}
+_GROUPS = {"nvfp4": 16, "mxfp8": 32}
+_RELEASED = {
+    "fp8": (PackedFormat.FP8_BLOCKS, quantize_fp8_blocks),
+    "fp4": (PackedFormat.FP4_ROWS, quantize_fp4_rows),
+    "fp8_rows": (PackedFormat.MXFP8, quantize_fp8_rows),
+}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One weight that changes its format. `stored` are its tensors in the output."""
+
+    weight: WeightSpec
+    target: Target
+    names: tuple[str, ...]  # of its tensors in the source
+    stored: Mapping[str, TensorInfo]
+
+
+def quantize_checkpoint(
+    checkpoint: Checkpoint,
+    output: Path,
+    targets: Mapping[str, Target],
+    *,
+    progress: Progress,
+) -> tuple[dict[str, Any], list[str]]:
+    """Write `output` with each weight in its target format; returns the report and warnings.
+
+    `targets` has every weight by name. Raises ConfigError or CheckpointError with one sentence;
+    what is complete stays under the temporary name, and the same call resumes.
+    """
+    check_output(output)
+    jobs = {job.weight.name: job for job in _jobs(checkpoint, targets)}
+    needs_modelopt = any(job.target in _ALGORITHMS for job in jobs.values())
+    warnings = check_modelopt() if needs_modelopt else []
+    shards = _shards(checkpoint, jobs)
+    needed = sum(info.num_bytes for stored in shards.values() for info in stored.values())
+    partial = _prepare(checkpoint, output, targets, needed)
+    progress.start("quantising", sum(f.path.stat().st_size for f in _files(checkpoint).values()))
+    run = _Run(checkpoint, jobs, progress)
+    for name, stored in shards.items():
+        if (partial / name).is_file():
+            progress.advance(_files(checkpoint)[name].path.stat().st_size)
+        else:
+            run.write_shard(partial / name, stored)
+    progress.finish()
+    sums = [json.loads((partial / (name + _SUMS_SUFFIX)).read_text()) for name in shards]
+    totals = {title: total.figures() for title, total in sorted(merged(sums).items())}
+    report = {
+        "classes": totals,
+        "source_bytes": sum(file.path.stat().st_size for file in _files(checkpoint).values()),
+        "output_bytes": sum((partial / name).stat().st_size for name in shards),
+        "kept_tensors": sum(len(stored) for stored in shards.values())
+        - sum(len(job.stored) for job in jobs.values()),
+    }
+    _write_companions(checkpoint, partial, targets, jobs, shards, report)
+    for path in (partial / _STATE_NAME, *(partial / (name + _SUMS_SUFFIX) for name in shards)):
+        path.unlink()
+    os.rename(partial, output)
+    return report, warnings
+
+
+class _Run:
+    """Writes shards; holds nothing larger than a chunk."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, jobs: Mapping[str, _Job], progress: Progress
+    ) -> None:
+        self.source = checkpoint.source
+        self.jobs = jobs
+        self.progress = progress
+
+    def write_shard(self, path: Path, stored: Mapping[str, TensorInfo]) -> None:
+        totals: dict[str, ClassTotals] = {}
+        unfinished = path.with_name(path.name + PARTIAL_SUFFIX)
+        with SafetensorsWriter(unfinished, stored, {"format": "pt"}) as writer:
+            for name in stored:
+                job = self.jobs.get(name)
+                if job is not None:
+                    title = str(weight_class(job.weight))
+                    self._convert(writer, job, totals.setdefault(title, ClassTotals()))
+                elif name in self.source:
+                    self._copy(writer, name)
+        sums = {title: asdict(total) for title, total in totals.items()}
+        _write_json(path.with_name(path.name + _SUMS_SUFFIX), sums)
+        os.replace(unfinished, path)
+
+    def _copy(self, writer: SafetensorsWriter, name: str) -> None:
+        file, info = self.source.file_of(name), self.source.describe(name)
+        if not info.shape or not info.num_bytes:
+            writer.write(name, file.read(name))
+            return
+        for start, stop in _chunks(info.shape):
+            rows = file.read_rows(name, start, stop)
+            writer.write(name, rows)
+            self.progress.advance(rows.nbytes)
+
+    def _convert(self, writer: SafetensorsWriter, job: _Job, totals: ClassTotals) -> None:
+        weight = job.weight
+        chunks = list(_chunks(weight.shape))
+        source_bytes = sum(self.source.describe(name).num_bytes for name in job.names)
+        first = self._values(job, *chunks[0])
+        amax = float(first.abs().amax())
+        if job.target == "nvfp4" and len(chunks) > 1:  # its global scale needs all rows
+            amax = max(float(self._values(job, *chunk).abs().amax()) for chunk in chunks)
+        for chunk in chunks:
+            values = first if chunk == chunks[0] else self._values(job, *chunk)
+            matrix = self._write_rows(writer, job, values, amax)
+            totals.add_rows(values, matrix)
+            self.progress.advance(source_bytes * (chunk[1] - chunk[0]) // weight.shape[0])
+        if job.target == "nvfp4":
+            writer.write(f"{weight.base}.weight_scale_2", global_scale(weight.name, amax))
+        totals.tensors += 1
+        totals.values += weight.shape[0] * weight.shape[1]
+        totals.source_bytes += source_bytes
+        totals.output_bytes += sum(info.num_bytes for info in job.stored.values())
+
+    def _write_rows(
+        self, writer: SafetensorsWriter, job: _Job, values: torch.Tensor, amax: float
+    ) -> PackedMatrix:
+        weight = job.weight
+        rows, columns = values.shape
+        if job.target == "nvfp4" or job.target == "mxfp8":
+            quantized = quantize_rows(weight.name, values, job.target, amax)
+            for name, tensor in quantized.stored(weight.name, weight.base).items():
+                writer.write(name, tensor)
+            return quantized.matrix
+        packed_format, quantize = _RELEASED[weight.storage]
+        codes, scale = quantize(values)
+        scale = scale.view(torch.uint8)
+        writer.write(weight.name, codes)
+        writer.write(str(weight.scale_name), scale)
+        return PackedMatrix(packed_format, (rows, columns), codes, scale, None, torch.float32)
+
+    def _values(self, job: _Job, start: int, stop: int) -> torch.Tensor:
+        """Rows start … stop − 1 in float32. Raises CheckpointError where one is not finite."""
+        weight, source = job.weight, self.source
+        codes = source.file_of(weight.name).read_rows(weight.name, start, stop)
+        if source.describe(weight.name).dtype in FLOAT_DTYPES:
+            values = codes.to(torch.float32)
+        else:
+            values = self._decoded(job, codes, start, stop)
+        if not torch.isfinite(values).all():
+            row = int((~torch.isfinite(values)).any(1).nonzero()[0])
+            raise CheckpointError(
+                f"{weight.name} holds a NaN or an infinity (in float32) in row {start + row}; "
+                "repair the checkpoint"
+            )
+        return values
+
+    def _decoded(self, job: _Job, codes: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        weight, source = job.weight, self.source
+        requantized = requantized_format(weight, source)
+        packed_format = PackedFormat(requantized) if requantized else _RELEASED[weight.storage][0]
+        scale_name = job.names[1]
+        rows = (start, stop)
+        if packed_format is PackedFormat.FP8_BLOCKS:
+            rows = start // BLOCK, -(-stop // BLOCK)
+        scale = source.file_of(scale_name).read_rows(scale_name, *rows).view(torch.uint8)
+        whole = source.read(job.names[2]).clone() if len(job.names) > 2 else None
+        shape = (stop - start, weight.shape[1])
+        matrix = PackedMatrix(packed_format, shape, codes, scale, whole, torch.float32)
+        return matrix.dequantize()
+
+
+def _jobs(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> Iterator[_Job]:
+    for weight in checkpoint.weights:
+        target = targets[weight.name]
+        names = check_weight(weight, checkpoint.source)
+        if target == "source" or not weight.shape[0]:
+            continue
+        if target in ("nvfp4", "mxfp8"):
+            if requantized_format(weight, checkpoint.source) == target:
+                continue  # it is so already
+            yield _Job(weight, target, names, weight.requantized(target))
+        elif tuple(names) != tuple(weight.released()):
+            yield _Job(weight, target, names, weight.released())
+
+
+def _files(checkpoint: Checkpoint) -> dict[str, SafetensorsFile]:
+    """The source's shards by file name."""
+    source = checkpoint.source
+    return {file.path.name: file for file in map(source.file_of, source.names())}
+
+
+def _shards(checkpoint: Checkpoint, jobs: Mapping[str, _Job]) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of every output shard; a converted weight stays in the shard of its codes."""
+    replaced = {name for job in jobs.values() for name in job.names}
+    shards: dict[str, dict[str, TensorInfo]] = {}
+    for shard, file in _files(checkpoint).items():
+        stored: dict[str, TensorInfo] = {}
+        for name, info in file.tensors.items():
+            if name in jobs:
+                stored |= jobs[name].stored
+            elif name not in replaced and name in checkpoint.source:
+                stored[name] = info
+        shards[shard] = stored
+    return shards
+
+
+def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, whole blocks of 32, of about _CHUNK_VALUES values."""
+    row_values = max(1, int(torch.Size(shape[1:]).numel()))
+    step = max(_CHUNK_VALUES // row_values // BLOCK, 1) * BLOCK
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
+def _prepare(
+    checkpoint: Checkpoint, output: Path, targets: Mapping[str, Target], needed: int
+) -> Path:
+    """The directory to write in, with the complete shards of an interrupted run of the same kind.
+
+    Raises ConfigError when the disk has no room for the rest.
+    """
+    partial = output.absolute().with_name(output.name + PARTIAL_SUFFIX)
+    files = {
+        name: [file.path.stat().st_size, file.path.stat().st_mtime_ns]
+        for name, file in _files(checkpoint).items()
+    }
+    text = json.dumps([str(checkpoint.directory.resolve()), dict(targets), files], sort_keys=True)
+    state = {"run": hashlib.sha256(text.encode()).hexdigest(), "modelopt": TESTED_VERSION}
+    path = partial / _STATE_NAME
+    if not path.is_file() or json.loads(path.read_text()) != state:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    for unfinished in partial.glob(f"*{PARTIAL_SUFFIX}"):
+        unfinished.unlink()
+    done = sum(file.stat().st_size for file in partial.glob("*.safetensors"))
+    free = shutil.disk_usage(partial).free
+    if needed - done > free:
+        raise ConfigError(
+            f"output_dir: {needed - done:,} bytes are still to be written to {output.parent}, and "
+            f"{free:,} are free; make room or choose another disk"
+        )
+    _write_json(path, state)
+    return partial
+
+
+def _write_companions(
+    checkpoint: Checkpoint,
+    partial: Path,
+    targets: Mapping[str, Target],
+    jobs: Mapping[str, _Job],
+    shards: Mapping[str, Mapping[str, TensorInfo]],
+    report: Mapping[str, Any],
+) -> None:
+    """Configuration, index, tokenizer, and what ModelOpt's readers expect."""
+    for name in (
+        TOKENIZER_NAME,
+        TOKENIZER_CONFIG_NAME,
+        GENERATION_CONFIG_NAME,
+        TOKEN_CLASS_NAME,
+    ):
+        if (checkpoint.directory / name).is_file():
+            shutil.copyfile(checkpoint.directory / name, partial / name)
+    weight_map = {name: shard for shard, stored in shards.items() for name in stored}
+    total = sum(info.num_bytes for stored in shards.values() for info in stored.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(partial / INDEX_NAME, index)
+    config = json.loads((checkpoint.directory / CONFIG_NAME).read_text())
+    quantization = _hf_quantization(checkpoint, targets)
+    if quantization is not None:
+        producer = {"name": "modelopt", "version": TESTED_VERSION}
+        whole = {"producer": producer, "quantization": quantization}
+        _write_json(partial / HF_QUANT_NAME, whole)
+        config["quantization_config"] = {**whole["quantization"], "quant_method": "modelopt"}
+    elif any(job.target == "released" for job in jobs.values()):
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [32, 32],
+            "scale_fmt": "ue8m0",
+            "expert_dtype": "fp4",
+        }
+    _write_json(partial / CONFIG_NAME, config)
+    _write_json(partial / REPORT_NAME, report)
+
+
+def _hf_quantization(
+    checkpoint: Checkpoint, targets: Mapping[str, Target]
+) -> dict[str, Any] | None:
+    """ModelOpt's description: one algorithm for all, or one for each layer; None without any."""
+    layers: dict[str, dict[str, Any]] = {}
+    excluded: list[str] = []
+    for weight in checkpoint.weights:
+        target = targets[weight.name]
+        if target == "source":
+            target = requantized_format(weight, checkpoint.source) or "source"
+        if target in _ALGORITHMS:
+            algorithm = {"quant_algo": _ALGORITHMS[target], "group_size": _GROUPS[target]}
+            layers[weight.base] = algorithm
+        elif len(weight.shape) == 2 and weight.name.endswith(".weight"):
+            excluded.append(weight.base)
+    if not layers:
+        return None
+    kinds = {layer["quant_algo"]: layer for layer in layers.values()}
+    common: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": sorted(excluded)}
+    if len(kinds) == 1:
+        return {**next(iter(kinds.values())), **common}
+    return {"quant_algo": "MIXED_PRECISION", **common, "quantized_layers": layers}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1))

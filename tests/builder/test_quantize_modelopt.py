@@ -1,0 +1,169 @@
+"""Quantisation through NVIDIA ModelOpt itself, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from builder.checkpoint import Checkpoint
+from builder.cli import main
+from builder.progress import Progress
+from builder.quantize import quantize_checkpoint
+from builder.quantize_recipe import CLASSES
+from engine.directory import Engine
+from engine.safetensors_file import SafetensorsFile
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("modelopt") is None,
+    reason="needs the extra quantize: nvidia-modelopt[hf]==0.47.0",
+)
+
+
+def run(*options: str | Path) -> int:
+    return main([str(option) for option in options])
+
+
+def quantize(source: Path, output: Path, format: str = "as-released", *options: str | Path) -> int:
+    return run(
+        "quantize", "--checkpoint_dir", source, "--output_dir", output, "--format", format, *options
+    )
+
+
+def tensors(directory: Path) -> dict[str, bytes]:
+    source = Checkpoint.open(directory).source
+    return {
+        name: source.read(name).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name in source.names()
+    }
+
+
+@pytest.fixture(scope="session", params=["nvfp4", "mxfp8"])
+def quantized(
+    request: pytest.FixtureRequest, float_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    output = tmp_path_factory.mktemp(request.param) / "checkpoint"
+    assert quantize(float_dir, output, request.param) == 0
+    return request.param, output
+
+
+def test_modelopt_bytes_by_its_qtensors(quantized: tuple[str, Path], float_dir: Path) -> None:
+    """ModelOpt's tensor classes on whole weights give the bytes that streaming wrote."""
+    from modelopt.torch.quantization.qtensor import MXFP8QTensor, NVFP4QTensor
+
+    format, directory = quantized
+    source, made = Checkpoint.open(float_dir).source, Checkpoint.open(directory).source
+    for base in (
+        "layers.0.attn.wq_b", "layers.2.ffn.experts.1.w2", "layers.1.engram.embed",
+        "mtp.0.main_proj", "layers.2.attn.indexer.wq_b", "layers.0.attn.wo_a",
+    ):  # fmt: skip
+        values = source.read(f"{base}.weight").clone()
+        if format == "nvfp4":
+            q, scale, whole = NVFP4QTensor.quantize(values, 16)
+            assert torch.equal(made.read(f"{base}.weight_scale_2"), whole)
+        else:
+            q, scale = MXFP8QTensor.quantize(values)
+        codes = made.read(f"{base}.weight")
+        assert torch.equal(codes.view(torch.uint8), q._quantized_data.view(torch.uint8)), base
+        stored = made.read(f"{base}.weight_scale")
+        assert torch.equal(stored.view(torch.uint8), scale.view(torch.uint8).view(stored.shape))
+
+
+def test_report_and_description(quantized: tuple[str, Path]) -> None:
+    format, directory = quantized
+    report = json.loads((directory / "report.json").read_text())
+    # Known errors of the formats for normal values.
+    error = {"nvfp4": 0.0945, "mxfp8": 0.0265}[format]
+    assert set(report["classes"]) == set(CLASSES)
+    for title, row in report["classes"].items():
+        assert row["relative_error"] == pytest.approx(error, rel=0.04), title
+        ratio = row["output_bytes"] / (2 * row["values"])
+        assert ratio == pytest.approx({"nvfp4": 9 / 32, "mxfp8": 33 / 64}[format], rel=0.01)
+        assert row["zero_scales"] == 0
+    described = json.loads((directory / "hf_quant_config.json").read_text())
+    assert described["producer"] == {"name": "modelopt", "version": "0.47.0"}
+    quantization = described["quantization"]
+    assert quantization["quant_algo"] == {"nvfp4": "W4A16_NVFP4", "mxfp8": "MXFP8"}[format]
+    assert quantization["group_size"] == {"nvfp4": 16, "mxfp8": 32}[format]
+    assert {"head", "embed", "layers.0.ffn.gate"} <= set(quantization["exclude_modules"])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_quantised_checkpoint_becomes_an_engine(
+    quantized: tuple[str, Path], tp_size: int, tmp_path: Path
+) -> None:
+    format, directory = quantized
+    assert run(
+        "engine", "--checkpoint_dir", directory, "--output_dir", tmp_path / "e",
+        "--tp_size", str(tp_size), "--max_seq_len", "512",
+    ) == 0  # fmt: skip
+    engine = Engine.open(tmp_path / "e")
+    kinds = {"linears": format, "experts": format, "engram_rows": format}
+    assert engine.quantization == kinds
+    if tp_size == 1:
+        np.save(tmp_path / "t.npy", np.arange(3, 200, 7))
+        verify = ["verify", "--engine", tmp_path / "e", "--tokens", tmp_path / "t.npy"]
+        same = ("--max_error", "0", "--min_agreement", "1")
+        assert run(*verify, "--checkpoint", directory, *same) == 0
+    else:
+        rank = SafetensorsFile(tmp_path / "e" / "rank1.safetensors").tensors
+        whole = Checkpoint.open(directory).source.describe("layers.0.attn.wo_b.weight_scale")
+        part = rank["layers.0.attn.wo_b.weight_scale"]
+        assert part.shape == (whole.shape[0], whole.shape[1] // 2)
+
+
+def test_nvfp4_experts_beside_the_released_rest(small_dir: Path, tmp_path: Path) -> None:
+    assert quantize(small_dir, tmp_path / "out", "nvfp4-experts") == 0
+    before, after = tensors(small_dir), tensors(tmp_path / "out")
+    changed = {name for name in before if after.get(name) != before[name]}
+    assert changed == {n for n in before if ".experts." in n and n.startswith("layers.")}
+    described = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+    assert "mtp.0.ffn.experts.0.w1" in described["exclude_modules"]
+
+
+def test_streaming_in_small_chunks_writes_the_same(
+    quantized: tuple[str, Path], float_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 64 rows of 64: NVFP4's global scale comes from all of them."""
+    format, directory = quantized
+    monkeypatch.setattr("builder.quantize._CHUNK_VALUES", 4096)
+    checkpoint = Checkpoint.open(float_dir)
+    targets = dict.fromkeys([weight.name for weight in checkpoint.weights], "source")
+    names = ("layers.0.attn.wq_b", "layers.4.engram.embed")
+    targets |= {f"{name}.weight": format for name in names}
+    quantize_checkpoint(checkpoint, tmp_path / "out", targets, progress=Progress())
+    made, whole = tensors(tmp_path / "out"), tensors(directory)
+    for name in made:
+        if name.startswith(names):
+            assert made[name] == whole[name], name
+
+
+def test_zeros_and_extremes(float_dir: Path, tmp_path: Path) -> None:
+    from builder.quantize_modelopt import quantize_rows
+
+    zeros = torch.zeros(32, 64)
+    for format in ("nvfp4", "mxfp8"):
+        rows = quantize_rows("zeros", zeros, format, 0.0)
+        assert torch.equal(rows.matrix.dequantize(), zeros)
+    some = torch.zeros(32, 64)
+    some[3, 40] = -2.0
+    for format in ("nvfp4", "mxfp8"):
+        assert torch.equal(quantize_rows("some", some, format, 2.0).matrix.dequantize(), some)
+    with pytest.raises(ValueError, match="tiny: its largest magnitude 1e-36 is too small"):
+        quantize_rows("tiny", torch.full((32, 64), 1e-36), "nvfp4", 1e-36)
+    largest = torch.finfo(torch.float32).max
+    with pytest.raises(ValueError, match=r"huge: its largest magnitude 3\.4e\+38 overflows"):
+        quantize_rows("huge", torch.full((32, 64), largest), "mxfp8", largest)
+
+
+def test_another_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from builder import quantize_modelopt
+
+    assert quantize_modelopt.check_modelopt() == []
+    monkeypatch.setattr(quantize_modelopt, "version", lambda _: "0.50.1")
+    (warning,) = quantize_modelopt.check_modelopt()
+    assert "ModelOpt 0.50.1 is installed, and 0.47.0 is what was tested" in warning
