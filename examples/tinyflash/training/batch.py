@@ -12,6 +12,9 @@ from engine.config import ModelConfig
 from examples.tinyflash.mixture import Batch
 from examples.tinyflash.tokenizer import PAD_ID
 
+# A retrieved value is one token in a long document; everything else in its answer is easy.
+_RETRIEVAL_WEIGHT = 4.0
+
 
 class TrainingBatch(NamedTuple):
     """T rows of R conversations. `loss_rows` index the decoder rows."""
@@ -20,6 +23,7 @@ class TrainingBatch(NamedTuple):
     query_start: Int32Array  # [R + 1], the same on the host
     loss_rows: torch.Tensor  # [M] decoder rows whose next token the model writes
     targets: torch.Tensor  # [M] that token
+    weights: torch.Tensor  # [M] float32, what its loss counts
 
 
 def training_batch(
@@ -45,6 +49,8 @@ def training_batch(
         wants_logits=np.ones(requests, dtype=np.bool_),
     )
     written = np.flatnonzero(mask)
+    weight = np.array([_RETRIEVAL_WEIGHT if t == "retrieval" else 1.0 for t in batch.tasks])
+    weight = weight.astype(np.float32)
     row = np.arange(len(tokens)) - np.repeat(query_start[:-1], np.diff(query_start))
     decoder_rows = np.flatnonzero(row >= np.repeat(floor, np.diff(query_start)))
     return TrainingBatch(
@@ -52,6 +58,7 @@ def training_batch(
         query_start,
         torch.from_numpy(np.searchsorted(decoder_rows, written - 1)).to(device),
         torch.from_numpy(tokens[written].astype(np.int64)).to(device),
+        torch.from_numpy(np.repeat(weight, np.diff(query_start))[written]).to(device),
     )
 
 

@@ -113,7 +113,7 @@ class _SparseAttention(torch.autograd.Function):
         o, lse = torch.empty_like(q), q.new_empty(rows, heads)
         sizes = (heads, dim, window_slots.shape[1], entry_slots.shape[1], has_main)
         _attention_forward[(rows,)](
-            q, window, window_slots, entries, entry_slots, sink, o, lse, scale, *sizes, num_warps=1
+            q, window, window_slots, entries, entry_slots, sink, o, lse, scale, *sizes, num_warps=2
         )
         ctx.save_for_backward(q, window, window_slots, entries, entry_slots, sink, o, lse)
         ctx.scale, ctx.sizes = scale, sizes
@@ -132,7 +132,7 @@ class _SparseAttention(torch.autograd.Function):
         grad_main = torch.zeros_like(entries) if has_main else grad_window
         _attention_backward[(len(q),)](
             q, window, window_slots, entries, entry_slots, o, lse, grad_o,
-            grad_q, grad_window, grad_main, delta, ctx.scale, *ctx.sizes, num_warps=1,
+            grad_q, grad_window, grad_main, delta, ctx.scale, *ctx.sizes, num_warps=2,
         )  # fmt: skip
         grad_sink = -(torch.exp(sink - lse) * delta).sum(0)
         main_grad = grad_main if has_main else None

@@ -28,7 +28,7 @@ from engine.network.weights import NetworkWeights
 from examples.tinyflash.mixture import Batch
 from examples.tinyflash.training.batch import TrainingBatch, training_batch
 from examples.tinyflash.training.forward import BackboneForward
-from examples.tinyflash.training.initial import checkpoint_weights, model_config
+from examples.tinyflash.training.initial import checkpoint_config, checkpoint_weights
 from examples.tinyflash.training.loop import Plan, batches, save_weights
 from examples.tinyflash.training.monitor import probes
 from examples.tinyflash.training.optimizer import Optimizer
@@ -71,6 +71,7 @@ class DrafterTrainer:
         for path, leaf in parameters.leaves.items():
             leaf.requires_grad_(path in self._trained)
         self._optimizer = Optimizer(self._trained, plan.matrix_lr, plan.adam_lr)
+        self._generator = torch.Generator(device)
         self.step = 0
 
     def train_step(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -110,7 +111,8 @@ class DrafterTrainer:
         with torch.no_grad():
             forward = BackboneForward(
                 self.config, weights, self._rope, self._engram,
-                data.ragged, data.query_start, 1, draft_features=True,
+                data.ragged, data.query_start, 1, self._generator.manual_seed(self.step),
+                draft_features=True,
             )  # fmt: skip
             forward.run()
             features = torch.cat(forward.collected.draft_features, dim=-1)
@@ -127,7 +129,8 @@ class DrafterTrainer:
         written = torch.zeros(ragged.num_rows + size + 1, dtype=torch.bool, device=self.device)
         written[ragged.decoder_rows[data.loss_rows] + 1] = True
         anchors = torch.nonzero(written[:-1] & written[1:]).squeeze(1)
-        picked = torch.randperm(len(anchors), device=self.device)[:_ANCHORS]
+        picked = torch.randperm(len(anchors), device=self.device, generator=self._generator)
+        picked = picked[:_ANCHORS]
         anchors = anchors[picked].sort().values
         behind = anchors.unsqueeze(1) + torch.arange(size + 1, device=self.device)
         request = ragged.request[anchors]
@@ -176,7 +179,7 @@ def main() -> None:
         from examples.tinyflash.training.compiled import install
 
         install()
-    config = model_config()
+    config = checkpoint_config(options.checkpoint)
     parameters = Parameters(config, checkpoint_weights(config, options.checkpoint), options.device)
     # All lengths from the start, and seeds that the backbone did not see.
     plan = Plan(

@@ -78,7 +78,7 @@ class Collected:
 class BackboneForward:
     """One forward of a ragged batch of whole conversations, each of even length.
 
-    `decoder_samples` and `encoder_samples` are the rows that teach the indexers of each half.
+    At most `num_samples` rows of each half, drawn by `generator`, teach its indexers.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class BackboneForward:
         batch: RaggedBatch,
         query_start: Int32Array,
         num_samples: int,
+        generator: torch.Generator,
         *,
         draft_features: bool = False,
     ) -> None:
@@ -102,6 +103,7 @@ class BackboneForward:
         self._engram_rows = engram.rows(batch)
         self._groups = length_groups(query_start, str(batch.tokens.device))
         self._num_samples = num_samples
+        self._generator = generator
         self._wants_features = draft_features
         self._scored: Scored | None = None
         self._target: torch.Tensor | None = None
@@ -321,7 +323,11 @@ class BackboneForward:
         crowded = (rows.positions + 1) // 2 > self.config.index_topk
         weight = crowded.float() + 1e-6
         affordable = max(_MIN_SAMPLES, _SAMPLE_ENTRIES // self.batch.max_context)
-        picked = torch.multinomial(weight, min(self._num_samples, affordable, len(weight)))
+        picked = torch.multinomial(
+            weight,
+            min(self._num_samples, affordable, len(weight)),
+            generator=self._generator,
+        )
         return Sample(
             picked,
             self.batch.query_start[rows.request[picked]],

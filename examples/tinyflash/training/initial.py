@@ -15,11 +15,17 @@ from tokenizers import Tokenizer
 from builder.layout import WeightSpec, all_weights
 from builder.token_class import token_classes
 from engine.config import ModelConfig
+from engine.directory import CONFIG_NAME
 from engine.network.load import load_weights
 from engine.network.weights import NetworkWeights
 from engine.safetensors_file import TensorInfo
 from engine.tensor_source import SafetensorsSource, TensorSource
 from examples.tinyflash.tokenizer import TOKENIZER_FILE
+from plugins.formats.released import (
+    dequantize_fp4_rows,
+    dequantize_fp8_blocks,
+    dequantize_fp8_rows,
+)
 
 # How much the streams' content moves the mixes at first; their static part dominates.
 _MIX_SCALE = 0.1
@@ -30,6 +36,38 @@ CONFIG_FILE = Path(__file__).parent.parent / "config.json"
 @lru_cache
 def model_config() -> ModelConfig:
     return ModelConfig.from_dict(json.loads(CONFIG_FILE.read_text()))[0]
+
+
+def checkpoint_config(directory: Path) -> ModelConfig:
+    return ModelConfig.from_dict(json.loads((directory / CONFIG_NAME).read_text()))[0]
+
+
+class CheckpointTensors:
+    """A tensor source of a released checkpoint's values, every tensor as float32."""
+
+    def __init__(self, config: ModelConfig, directory: Path) -> None:
+        self._specs = {spec.name: spec for spec in all_weights(config)}
+        self._source = SafetensorsSource(directory)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._specs
+
+    def names(self) -> Iterable[str]:
+        return self._specs
+
+    def describe(self, name: str) -> TensorInfo:
+        return TensorInfo("F32", self._specs[name].shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        spec, stored = self._specs[name], self._source.read(name)
+        if spec.scale_name is None:
+            return stored.float()
+        dequantize = {
+            "fp8": dequantize_fp8_blocks,
+            "fp4": dequantize_fp4_rows,
+            "fp8_rows": dequantize_fp8_rows,
+        }[spec.storage]
+        return dequantize(stored, self._source.read(spec.scale_name), torch.float32)
 
 
 class InitialTensors:
@@ -86,11 +124,10 @@ def initial_weights(config: ModelConfig, seed: int) -> NetworkWeights:
 
 def checkpoint_weights(config: ModelConfig, directory: Path) -> NetworkWeights:
     """The float32 values of an exported checkpoint, to train on from."""
-    return _load(config, SafetensorsSource(directory))
+    return _load(config, CheckpointTensors(config, directory))
 
 
 def _load(config: ModelConfig, source: TensorSource) -> NetworkWeights:
     tokenizer = Tokenizer.from_file(str(TOKENIZER_FILE))
     classes = token_classes(tokenizer, config.vocab_size).astype(np.int64)
-    # Rounded inputs are a part of training's own schedule.
-    return load_weights(config, source, classes, torch.float32, activation_quant=False)
+    return load_weights(config, source, classes, torch.float32)

@@ -32,6 +32,7 @@ from examples.tinyflash.mixture import Batch, Stage, make_batch
 from examples.tinyflash.training.batch import TrainingBatch, training_batch
 from examples.tinyflash.training.forward import BackboneForward
 from examples.tinyflash.training.initial import (
+    checkpoint_config,
     checkpoint_weights,
     initial_weights,
     model_config,
@@ -107,6 +108,7 @@ class Trainer:
         self.trained = {p: t for p, t in leaves.items() if not _frozen(p)}
         self._biases = [leaves[f"layers.{i}.moe.bias"] for i in range(config.num_hidden_layers)]
         self.optimizer = Optimizer(self.trained, plan.matrix_lr, plan.adam_lr)
+        self._generator = torch.Generator(device)
         self.step = 0
         self.history: list[dict[str, float]] = []
 
@@ -127,8 +129,9 @@ class Trainer:
     def losses(self, data: TrainingBatch, *, quantized: bool) -> dict[str, torch.Tensor]:
         logits, forward = self._run(data, quantized=quantized)
         self._balance(forward.collected.expert_counts)
+        each = torch.nn.functional.cross_entropy(logits, data.targets, reduction="none")
         return {
-            "answer": torch.nn.functional.cross_entropy(logits, data.targets),
+            "answer": (each * data.weights).sum() / data.weights.sum(),
             "indexer": torch.stack(forward.collected.indexer_losses).mean(),
             "accuracy": (logits.argmax(-1) == data.targets).float().mean(),
         }
@@ -157,6 +160,7 @@ class Trainer:
             data.ragged,
             data.query_start,
             _INDEXER_SAMPLES,
+            self._generator.manual_seed(self.step),
         )
         hidden = forward.run()[data.loss_rows]
         return linear(hidden, forward.weights.head), forward
@@ -202,7 +206,10 @@ def batches(plan: Plan, first: int, workers: int) -> Iterator[Batch]:
 def train(
     trainer: Trainer, out: Path, *, minutes: float, workers: int, probe_steps: int = 500
 ) -> None:
-    """Train until the plan's end or for `minutes`, then write the state."""
+    """Train until the plan's end or for `minutes`, then write the state.
+
+    Every `probe_steps` steps and at the end the held-out accuracies are printed; never for 0.
+    """
     deadline = time.monotonic() + 60 * minutes
     plan = trainer.plan
     last_time, last_step = time.monotonic(), trainer.step
@@ -222,7 +229,7 @@ def train(
             )
             if not math.isfinite(record["answer"]):
                 raise FloatingPointError(f"the loss is {record['answer']} at step {trainer.step}")
-        if trainer.step % probe_steps == 0 or trainer.step == plan.steps:
+        if probe_steps and (trainer.step % probe_steps == 0 or trainer.step == plan.steps):
             _probe(trainer)
         if time.monotonic() > deadline:
             break
@@ -267,7 +274,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--tokens-per-batch", type=int, default=32768)
+    parser.add_argument("--tokens-per-batch", type=int, default=49152)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--start-from", type=Path, help="checkpoint to begin with")
@@ -277,10 +284,11 @@ def main() -> None:
         from examples.tinyflash.training.compiled import install
 
         install()
-    config = model_config()
     if options.start_from is None:
+        config = model_config()
         weights = initial_weights(config, 0)
     else:
+        config = checkpoint_config(options.start_from)
         weights = checkpoint_weights(config, options.start_from)
     plan = Plan(options.steps, options.tokens_per_batch)
     trainer = Trainer(config, plan, weights, options.device)

@@ -1,9 +1,9 @@
 """Which entries a row attends to while training, and what teaches the indexer.
 
-Selection runs without gradients, in bfloat16, on groups of conversations of similar length. The
-indexer learns from a sample of rows: its scores over all visible entries are pulled towards the
-attention that the layers sharing the selection would pay to those entries (Kullback-Leibler, inputs
-detached), as the technical report describes for the sparse stage.
+Selection runs without gradients, on a device in bfloat16, on groups of conversations of similar
+length. The indexer learns from a sample of rows: its scores over all visible entries are pulled
+towards the attention that the layers sharing the selection would pay to those entries
+(Kullback-Leibler, inputs detached), as the technical report describes for the sparse stage.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def select_entries(
     selected = torch.full((num_rows + 1, topk), -1, dtype=torch.int64, device=queries.device)
     publishes = layer == config.candidate_source_layer_id
     published: list[torch.Tensor] = []
-    queries, head_weights = queries.bfloat16(), head_weights.bfloat16()
-    keys = keys.bfloat16()
+    if queries.is_cuda:
+        queries, head_weights = queries.bfloat16(), head_weights.bfloat16()
+        keys = keys.bfloat16()
     for number, group in enumerate(groups):
         entries = -(-max(group.length // ratio, 1) // _ALIGNMENT) * _ALIGNMENT
         entry = torch.arange(entries, device=keys.device)

@@ -1,0 +1,130 @@
+"""TinyFlash's training forward against the golden vectors and a brute-force selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import ModelConfig
+from engine.network.network import Network
+from engine.network.rope import RopeTables
+from examples.tinyflash.mixture import Batch
+from examples.tinyflash.training.batch import TrainingBatch, training_batch
+from examples.tinyflash.training.forward import BackboneForward
+from examples.tinyflash.training.initial import model_config
+from examples.tinyflash.training.selection import (
+    Sample,
+    indexer_loss,
+    length_groups,
+    select_entries,
+)
+from plugins.linear import linear
+
+TOLERANCE = 1e-9
+Golden = Mapping[str, torch.Tensor]
+
+
+def forward_of(network: Network, data: TrainingBatch, **options: bool) -> BackboneForward:
+    rope = RopeTables.build(network.config, torch.device("cpu"))
+    return BackboneForward(
+        network.config, network.weights, rope, network.engram_hash,
+        data.ragged, data.query_start, 16, torch.Generator().manual_seed(0), **options,
+    )  # fmt: skip
+
+
+def golden_batch(golden: Golden) -> Batch:
+    """Twice the golden prompt, each with one more token, which the model is to write."""
+    prompt = golden["tokens"].numpy().astype(np.int32)
+    one = np.append(prompt, np.int32(7))
+    mask = np.zeros(len(one), dtype=np.bool_)
+    mask[-1] = True
+    starts = np.array([0, len(one), 2 * len(one)], dtype=np.int32)
+    return Batch(np.tile(one, 2), np.tile(mask, 2), starts, ("arithmetic", "arithmetic"))
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_logits_equal_the_golden_ones(
+    network64: Network, golden_of: Callable[[bool], Golden], trimmed: bool
+) -> None:
+    golden = golden_of(True)
+    data = training_batch(golden_batch(golden), network64.config, "cpu", trimmed=trimmed)
+    with torch.no_grad():
+        logits = linear(forward_of(network64, data).run(), network64.weights.head)
+    expected = golden["logits_decoder_replay" if trimmed else "logits_full"]
+    for conversation in torch.tensor_split(logits, 2):
+        difference = (conversation[: len(expected)] - expected).abs().max()
+        assert len(conversation) == len(expected) + 1
+        assert difference < TOLERANCE
+
+
+def test_draft_features_equal_the_golden_ones(
+    network64: Network, golden_of: Callable[[bool], Golden]
+) -> None:
+    golden = golden_of(True)
+    data = training_batch(golden_batch(golden), network64.config, "cpu", trimmed=False)
+    forward = forward_of(network64, data, draft_features=True)
+    with torch.no_grad():
+        forward.run()
+    features = torch.cat(forward.collected.draft_features, dim=-1)[:61]
+    assert (features - golden["draft_features"]).abs().max() < TOLERANCE
+
+
+def test_loss_rows_predict_the_written_tokens() -> None:
+    """Two conversations of odd lengths 5 and 3; tokens 3, 4 and 2 are written."""
+    config = replace(model_config(), sliding_window=2)
+    tokens = np.array([10, 11, 12, 13, 14, 20, 21, 22], dtype=np.int32)
+    mask = np.array([0, 0, 0, 1, 1, 0, 0, 1], dtype=np.bool_)
+    batch = Batch(tokens, mask, np.array([0, 5, 8], dtype=np.int32), ("arithmetic", "retrieval"))
+    data = training_batch(batch, config, "cpu", trimmed=True)
+    # One padding token (id 2) follows each; the decoder starts at positions 3 − 2 and 2 − 2.
+    assert data.ragged.tokens.tolist() == [10, 11, 12, 13, 14, 2, 20, 21, 22, 2]
+    assert data.ragged.decoder_rows.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    rows = data.ragged.decoder_rows[data.loss_rows]
+    assert data.ragged.tokens[rows].tolist() == [12, 13, 21]
+    assert data.targets.tolist() == [13, 14, 22]
+    assert data.weights.tolist() == [1.0, 1.0, 4.0]
+
+
+@pytest.mark.parametrize("ratio_layer", [2, 6])
+def test_selection_takes_the_best_entries(tiny_config: ModelConfig, ratio_layer: int) -> None:
+    """Conversations of 6, 20 and 300 rows; a Python oracle scores every entry in float64."""
+    generator = torch.Generator().manual_seed(3)
+    starts = np.array([0, 6, 26, 326], dtype=np.int32)
+    ratio = tiny_config.ratio(ratio_layer)
+    queries = torch.randn(326, 3, 8, generator=generator, dtype=torch.float64)
+    weights = torch.randn(326, 3, generator=generator, dtype=torch.float64)
+    keys = torch.randn(326 // ratio, 8, generator=generator, dtype=torch.float64)
+    slots, _ = select_entries(
+        queries, weights, keys, length_groups(starts, "cpu"), tiny_config, ratio_layer, None
+    )
+    for first, end in pairwise(starts):
+        for row in (first, first + 1, first + 5, end - 1):
+            visible = (row - first + 1) // ratio
+            entries = range(first // ratio, first // ratio + visible)
+            scores = {
+                e: sum(float(w) * max(0.0, float(q @ keys[e])) for q, w in
+                       zip(queries[row], weights[row], strict=True))
+                for e in entries
+            }  # fmt: skip
+            best = sorted(scores, key=lambda e: -scores[e])[: tiny_config.index_topk]
+            chosen = [int(s) for s in slots[row] if s >= 0]
+            assert sorted(chosen) == sorted(best)
+
+
+def test_indexer_loss_is_zero_where_scores_give_the_target() -> None:
+    """One row, three visible entries, one head: scores log 1, log 2, log 4 give 1/7, 2/7, 4/7."""
+    keys = torch.log(torch.tensor([[2.0], [4.0], [8.0]], dtype=torch.float64))
+    sample = Sample(torch.tensor([2]), torch.tensor([0]), torch.tensor([2]), 3)
+    queries, weights = torch.ones(1, 1, 1).double(), torch.ones(1, 1).double()
+    target = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64) / 7.0
+    assert abs(float(indexer_loss(queries, weights, keys, target, sample, 1))) < 1e-8
+    uniform = torch.full((1, 3), 1.0 / 3.0, dtype=torch.float64)
+    shares = (1 / 7, 2 / 7, 4 / 7)
+    expected = sum(1 / 3 * float(np.log(1 / 3 / share)) for share in shares)
+    got = float(indexer_loss(queries, weights, keys, uniform, sample, 1))
+    assert abs(got - expected) < 1e-8
