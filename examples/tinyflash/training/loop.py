@@ -115,7 +115,8 @@ class Trainer:
     def train_step(self, batch: Batch) -> dict[str, torch.Tensor]:
         plan = self.plan
         quantized = plan.quantized(self.step)
-        if quantized and self.step % _ROUNDING_REFRESH_STEPS == 0:
+        due = self.step % _ROUNDING_REFRESH_STEPS == 0 or not self.parameters.rounding
+        if quantized and due:
             self.parameters.refresh_rounding()
         data = training_batch(
             batch, self.config, self.device, trimmed=self.step % _WHOLE_EVERY != 0
@@ -139,9 +140,7 @@ class Trainer:
     @torch.no_grad()
     def held_out(self) -> dict[str, float]:
         """Share of right conversations of every probe, decoder trimmed as when serving."""
-        quantized = self.plan.quantized(self.step)
-        if quantized:
-            self.parameters.refresh_rounding()
+        quantized = self.plan.quantized(self.step) and bool(self.parameters.rounding)
         result = {}
         for probe in probes():
             data = training_batch(probe.batch, self.config, self.device, trimmed=True)
@@ -176,6 +175,7 @@ class Trainer:
         return {
             "step": self.step,
             "leaves": {p: t.detach() for p, t in self.parameters.leaves.items()},
+            "rounding": self.parameters.rounding,
             "optimizer": self.optimizer.state(),
             "history": self.history,
         }
@@ -185,8 +185,7 @@ class Trainer:
         self.optimizer.restore(state["optimizer"])  # type: ignore[arg-type]
         self.step = int(state["step"])  # type: ignore[call-overload]
         self.history = list(state["history"])  # type: ignore[call-overload]
-        if self.plan.quantized(self.step):
-            self.parameters.refresh_rounding()
+        self.parameters.rounding = dict(state["rounding"])  # type: ignore[call-overload]
 
 
 def _frozen(path: str) -> bool:

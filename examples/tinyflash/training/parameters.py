@@ -104,7 +104,8 @@ class Parameters:
             path: storage[released_name(path, config).replace("{expert}", "0")]
             for path in self.leaves
         }
-        self._rounding: dict[str, torch.Tensor] = {}
+        # What rounding adds to each leaf; empty until first computed.
+        self.rounding: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def restore(self, leaves: dict[str, torch.Tensor]) -> None:
@@ -117,16 +118,20 @@ class Parameters:
         with torch.no_grad():
             for path, leaf in self.leaves.items():
                 if self._storage[path] != "f32":
-                    self._rounding[path] = released_values(leaf, self._storage[path]) - leaf
+                    self.rounding[path] = released_values(leaf, self._storage[path]) - leaf
 
     def weights(self, *, quantized: bool) -> NetworkWeights:
-        """The tree to run: the leaves, or the leaves as the released layout stores them."""
+        """The tree to run: the leaves, or the leaves as the released layout stores them.
+
+        The latter needs `refresh_rounding` before.
+        """
         if not quantized:
-            return map_tree(self._tree, lambda path, leaf: leaf)
-        tree = map_tree(
-            self._tree,
-            lambda path, leaf: leaf + self._rounding[path] if path in self._rounding else leaf,
+            return self._tree
+        added = torch._foreach_add(
+            [self.leaves[path] for path in self.rounding], list(self.rounding.values())
         )
+        rounded = dict(zip(self.rounding, added, strict=True))
+        tree = map_tree(self._tree, lambda path, leaf: rounded.get(path, leaf))
         return cast(NetworkWeights, _with_quantized_inputs(tree, self._storage))
 
     def named_released(self) -> Iterator[tuple[str, torch.Tensor]]:

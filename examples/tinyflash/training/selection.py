@@ -18,7 +18,7 @@ from engine.config import ModelConfig
 
 # Score elements [rows, heads, entries] held at once, 2 bytes each.
 _SCORE_ELEMENTS = 1 << 30
-_MAX_MEMBERS = 160
+_MAX_MEMBERS = 320
 _ALIGNMENT = 8  # of the number of entries, for the matrix units
 
 
@@ -34,7 +34,7 @@ class LengthGroup(NamedTuple):
 def length_groups(query_start: Int32Array, device: str) -> list[LengthGroup]:
     """Group conversations by the power of two above their length."""
     lengths = np.diff(query_start)
-    bucket = np.maximum(np.ceil(np.log2(lengths)), 8).astype(int)
+    bucket = np.maximum(np.ceil(np.log2(lengths)), 9).astype(int)
     groups = []
     for members in (
         bucketed[first : first + _MAX_MEMBERS]
