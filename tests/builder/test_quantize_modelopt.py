@@ -17,6 +17,7 @@ from builder.quantize import quantize_checkpoint
 from builder.quantize_recipe import CLASSES
 from engine.directory import Engine
 from engine.safetensors_file import SafetensorsFile
+from python_backend.service import ServedModel
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("modelopt") is None,
@@ -109,6 +110,10 @@ def test_quantised_checkpoint_becomes_an_engine(
         verify = ["verify", "--engine", tmp_path / "e", "--tokens", tmp_path / "t.npy"]
         same = ("--max_error", "0", "--min_agreement", "1")
         assert run(*verify, "--checkpoint", directory, *same) == 0
+        served = ServedModel.open(tmp_path / "e", {})
+        served.start()
+        served.warm_up()  # raises when no token comes
+        served.stop()
     else:
         rank = SafetensorsFile(tmp_path / "e" / "rank1.safetensors").tensors
         whole = Checkpoint.open(directory).source.describe("layers.0.attn.wo_b.weight_scale")

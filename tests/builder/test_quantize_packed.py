@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from builder.layout import all_weights
+from builder.presets import FULL
 from engine.directory import Engine
 from engine.network import Network
 from engine.network.run import ForwardMode, run_forward
@@ -123,6 +126,25 @@ def test_bytes_at_rest(kind: PackedFormat) -> None:
     assert per_value == pytest.approx(BYTES_PER_VALUE[kind], rel=1e-4)
     limit = {PackedFormat.NVFP4: 0.30, PackedFormat.MXFP8: 0.55}.get(kind, 0.55)
     assert per_value <= limit * 2
+
+
+def test_weight_bytes_of_the_released_model() -> None:
+    """Everything that stays unquantised counts; embedding and head do not."""
+    totals = dict.fromkeys(("bfloat16", "nvfp4", "mxfp8"), 0)
+    for weight in all_weights(FULL):
+        if weight.name in ("embed.weight", "head.weight"):
+            continue
+        plain = math.prod(weight.shape) * (4 if weight.storage == "f32" else 2)
+        totals["bfloat16"] += plain
+        for format in ("nvfp4", "mxfp8"):
+            stays = weight.storage in ("bf16", "f32")
+            stored = {} if stays else weight.requantized(format)
+            totals[format] += plain if stays else sum(i.num_bytes for i in stored.values())
+    assert totals["nvfp4"] <= 0.30 * totals["bfloat16"]
+    assert totals["mxfp8"] <= 0.55 * totals["bfloat16"]
+    # 4.5 and 8.25 bits of 16, and a little for what stays.
+    assert totals["nvfp4"] / totals["bfloat16"] == pytest.approx(4.5 / 16, rel=2e-3)
+    assert totals["mxfp8"] / totals["bfloat16"] == pytest.approx(8.25 / 16, rel=2e-3)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
