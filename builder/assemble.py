@@ -29,6 +29,7 @@ from engine.directory import (
     BuildConfig,
     Engine,
     EngramTableFile,
+    rank_file,
 )
 from engine.manifest import Manifest
 from engine.tensor_source import FLOAT_DTYPES, TensorSource
@@ -59,14 +60,14 @@ def build_engine(
     for rank in range(build.tp_size):
         tensors = list(rank_tensors(checkpoint.weights, config, source, rank, build.tp_size))
         progress.start(f"rank {rank}", sum(tensor.info.num_bytes for tensor in tensors))
-        write_rank(partial / f"rank{rank}.safetensors", tensors, source, progress)
+        write_rank(partial / rank_file(rank), tensors, source, progress)
         progress.finish()
     np.save(partial / TOKEN_CLASS_NAME, token_class)
     for name in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
         if (checkpoint.directory / name).is_file():
             shutil.copyfile(checkpoint.directory / name, partial / name)
     built = {"versions": _versions(), "options": dict(options)}
-    engine = Engine(partial, config, build, checkpoint.quantization, tables, built)
+    engine = Engine(partial, config, build, checkpoint.quantization, tables, Manifest({}, built))
     (partial / CONFIG_NAME).write_text(engine.config_json())
     progress.start("hashing", sum(path.stat().st_size for path in partial.iterdir()))
     Manifest.write(partial, built, progress.advance)

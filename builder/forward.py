@@ -18,32 +18,28 @@ from builder.progress import Progress
 from engine.config import ConfigError, ModelConfig
 from engine.directory import PARTIAL_SUFFIX, Engine
 from engine.network import Network, load_weights
-from engine.network.run import ForwardMode, run_forward
+from engine.network.run import ForwardMode, check_forward, run_forward
 from engine.tensor_source import CountedSource, total_bytes
 
 
 def forward(args: argparse.Namespace) -> None:
     """Run the command; its options are those of builder/cli.py.
 
-    Raises ConfigError for tokens, a hit or a path that cannot be used, before weights are read
-    where that can be told.
+    Raises ConfigError for tokens, a hit or a path that cannot be used, before weights are read.
     """
     out: Path = args.out
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError(f"out: expected a file in an existing directory, got {out}")
     tokens = read_tokens(args.tokens)
     network = _load_network(args, tokens)
-    try:
-        results = run_forward(
-            network,
-            tokens,
-            ForwardMode(args.mode),
-            hit=args.hit,
-            replay_length=args.replay_length,
-            quantize_cache=not args.no_cache_quant,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    results = run_forward(
+        network,
+        tokens,
+        ForwardMode(args.mode),
+        hit=args.hit,
+        replay_length=args.replay_length,
+        quantize_cache=not args.no_cache_quant,
+    )
     partial = out.with_name(out.name + PARTIAL_SUFFIX)
     try:
         save_file({name: tensor.contiguous() for name, tensor in results.items()}, partial)
@@ -63,7 +59,7 @@ def _load_network(args: argparse.Namespace, tokens: npt.NDArray[np.integer[Any]]
         if args.token_class is not None:
             raise ConfigError("token_class: an engine has its own classes; leave the option out")
         engine = Engine.open(args.engine)
-        check_tokens(args.tokens, tokens, engine.config)
+        _check(args, tokens, engine.config)
         progress.start("loading weights", engine.weight_bytes())
         weights = engine.load_weights(
             dtype, activation_quant=activation_quant, advance=progress.advance
@@ -72,13 +68,30 @@ def _load_network(args: argparse.Namespace, tokens: npt.NDArray[np.integer[Any]]
         return Network(engine.config, weights)
     checkpoint = Checkpoint.open(args.checkpoint_dir)
     config = checkpoint.config
-    check_tokens(args.tokens, tokens, config)
+    _check(args, tokens, config)
     classes, _ = checkpoint.token_class(args.token_class)
     progress.start("loading weights", total_bytes(checkpoint.source))
     source = CountedSource(checkpoint.source, progress.advance)
     weights = load_weights(config, source, classes, dtype, activation_quant=activation_quant)
     progress.finish()
     return Network(config, weights)
+
+
+def _check(
+    args: argparse.Namespace, tokens: npt.NDArray[np.integer[Any]], config: ModelConfig
+) -> None:
+    """Raise ConfigError for what cannot be run, before any weight is read."""
+    check_tokens(args.tokens, tokens, config)
+    try:
+        check_forward(
+            config,
+            tokens,
+            ForwardMode(args.mode),
+            hit=args.hit,
+            replay_length=args.replay_length,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def read_tokens(path: Path) -> npt.NDArray[np.integer[Any]]:

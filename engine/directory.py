@@ -37,7 +37,7 @@ from engine.tensor_source import (
 if TYPE_CHECKING:
     from engine.network.weights import NetworkWeights
 
-__all__ = ["PARTIAL_SUFFIX", "BuildConfig", "Engine", "EngineError", "EngramTableFile"]
+__all__ = ["PARTIAL_SUFFIX", "BuildConfig", "Engine", "EngineError", "EngramTableFile", "rank_file"]
 
 PARTIAL_SUFFIX = ".partial"
 CONFIG_NAME = "config.json"
@@ -45,6 +45,11 @@ TOKEN_CLASS_NAME = "token_class.npy"
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
+
+
+def rank_file(rank: int) -> str:
+    """The file of one rank's weights."""
+    return f"rank{rank}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -102,15 +107,15 @@ class Engine:
     build: BuildConfig
     quantization: Mapping[str, str]
     tables: tuple[EngramTableFile, ...]
-    built: Mapping[str, Any]  # versions and options, for humans
+    manifest: Manifest
 
     @staticmethod
     def open(path: Path, *, verify: bool = False, advance: Advance = lambda _: None) -> Engine:
         """Check the files against the manifest and read the configuration.
 
-        Sizes of all files and hashes of small ones are always checked, all hashes with `verify`;
-        `advance` gets bytes hashed. Raises EngineError naming what is unfinished, altered or of
-        another format version.
+        Sizes of all files and hashes of small ones are always checked, a large rank file's hash
+        when its weights are loaded, all hashes with `verify`; `advance` gets bytes hashed.
+        Raises EngineError naming what is unfinished, altered or of another format version.
         """
         if not path.is_dir():
             raise EngineError(
@@ -135,7 +140,7 @@ class Engine:
             build=BuildConfig(**raw["build"]),
             quantization=raw["quantization"],
             tables=tuple(EngramTableFile(**entry) for entry in raw["engram_tables"]),
-            built=manifest.built,
+            manifest=manifest,
         )
 
     def config_json(self) -> str:
@@ -178,8 +183,11 @@ class Engine:
         return _EngineSource(self.path, rank, self.tables)
 
     def weight_bytes(self, rank: int = 0) -> int:
-        """Stored bytes of a rank's tensors, mapped tables included."""
-        return total_bytes(self.source(rank))
+        """What `load_weights` reads: a rank's tensors, mapped tables included, and the rank's file
+        once more where it still has to be hashed."""
+        name = rank_file(rank)
+        size = 0 if self.manifest.hashed_on_open(name) else self.manifest.files[name][0]
+        return total_bytes(self.source(rank)) + size
 
     def load_weights(
         self,
@@ -193,7 +201,7 @@ class Engine:
         """The network's weights in `dtype`; `advance` gets bytes read, `weight_bytes` in all.
 
         `packed`: quantised weights stay mapped and are decoded on use. Raises EngineError for an
-        engine of several ranks.
+        engine of several ranks, and for a rank file that was altered.
         """
         from engine.network.load import load_weights
 
@@ -202,6 +210,8 @@ class Engine:
                 f"{self.path} is built for {self.build.tp_size} ranks, and this software runs one; "
                 "build it with --tp_size 1"
             )
+        if not self.manifest.hashed_on_open(rank_file(rank)):
+            self.manifest.check_hash(self.path, rank_file(rank), advance)
         return load_weights(
             self.config,
             CountedSource(self.source(rank), advance),
@@ -217,7 +227,7 @@ class _EngineSource:
 
     def __init__(self, path: Path, rank: int, tables: tuple[EngramTableFile, ...]) -> None:
         self._path = path
-        self._rank = SafetensorsSource(path / f"rank{rank}.safetensors")
+        self._rank = SafetensorsSource(path / rank_file(rank))
         self._tables = {table.tensor_name: table for table in tables}
 
     def __contains__(self, name: str) -> bool:

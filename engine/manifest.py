@@ -77,7 +77,7 @@ class Manifest:
 
         Raises EngineError naming the first file that is missing or altered.
         """
-        for name, (size, sha256) in self.files.items():
+        for name, (size, _) in self.files.items():
             path = directory / name
             if not path.is_file():
                 raise EngineError(f"{path} is missing from the engine; build the engine again")
@@ -87,11 +87,19 @@ class Manifest:
                     f"{path} was altered: expected {size} bytes, found {found}; "
                     "build the engine again"
                 )
-            small = size <= _ALWAYS_HASHED_BYTES
-            if (verify or small) and _sha256(path, advance) != sha256:
-                raise EngineError(
-                    f"{path} was altered: its sha256 is not the manifest's; build the engine again"
-                )
+            if verify or self.hashed_on_open(name):
+                self.check_hash(directory, name, advance)
+
+    def hashed_on_open(self, name: str) -> bool:
+        return self.files[name][0] <= _ALWAYS_HASHED_BYTES
+
+    def check_hash(self, directory: Path, name: str, advance: Advance) -> None:
+        """Read one file whole. Raises EngineError when its content is not what was built."""
+        path = directory / name
+        if _sha256(path, advance) != self.files[name][1]:
+            raise EngineError(
+                f"{path} was altered: its sha256 is not the manifest's; build the engine again"
+            )
 
 
 def _sha256(path: Path, advance: Advance) -> str:

@@ -30,6 +30,7 @@ from engine.paged_cache import CachePools
 from python_backend.core import EngineCore
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.request import Delta, Request, SamplingParams
+from python_backend.scheduler.slots import MAX_END_IDS
 from python_backend.settings import CoreLimits, ServeSettings, SettingsError
 from python_backend.text.tokenizer import TextTokenizer
 
@@ -220,4 +221,11 @@ def _end_ids(engine: Engine) -> frozenset[int]:
                 f"from 0 to {engine.config.vocab_size - 1}, got {given!r}; mend the checkpoint's "
                 "file and build the engine again"
             )
-    return frozenset({engine.config.eos_token_id, *more})
+    end_ids = frozenset({engine.config.eos_token_id, *more})
+    if len(end_ids) > MAX_END_IDS:
+        raise EngineError(
+            f"expected at most {MAX_END_IDS} end tokens in generation_config.json of "
+            f"{engine.path}, got {len(end_ids)}; shorten the checkpoint's list and build the "
+            "engine again"
+        )
+    return end_ids

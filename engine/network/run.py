@@ -92,7 +92,7 @@ def check_forward(
     replay_length: int | None = None,
     chunk_rows: int = 512,
 ) -> None:
-    """Raise ValueError naming the argument of `run_forward` that cannot be run; needs no weights."""
+    """Raise ValueError naming the argument that `run_forward` cannot run. Needs no weights."""
     length = len(tokens)
     if tokens.ndim != 1 or not 1 <= length <= config.max_position_embeddings:
         raise ValueError(

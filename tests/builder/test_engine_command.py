@@ -136,15 +136,28 @@ def test_shortened_file(engine_copy: Path) -> None:
     refused(engine_copy, "engram.4.bin", "altered", str(len(content)))
 
 
-def test_large_files_are_hashed_when_asked_to(
+def test_large_files_are_hashed_when_loaded_or_asked_to(
     engine_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.manifest._ALWAYS_HASHED_BYTES", 100_000)
     content = bytearray((engine_copy / "rank0.safetensors").read_bytes())
     content[-1] ^= 1
     (engine_copy / "rank0.safetensors").write_bytes(content)
-    assert Engine.open(engine_copy).config == TINY
+    engine = Engine.open(engine_copy)
+    assert engine.config == TINY
+    with pytest.raises(EngineError, match=r"rank0\.safetensors was altered"):
+        engine.load_weights(torch.float32)
     refused(engine_copy, "rank0.safetensors", "altered", verify=True)
+
+
+def test_loading_reports_what_it_reads_and_hashes(
+    engine_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.manifest._ALWAYS_HASHED_BYTES", 100_000)
+    engine, read = Engine.open(engine_copy), list[int]()
+    engine.load_weights(torch.float32, advance=read.append)
+    # The first expert of a layer is read twice, to learn the format of all.
+    assert engine.weight_bytes() <= sum(read) <= 1.01 * engine.weight_bytes()
 
 
 @pytest.mark.parametrize(("version", "word"), [(2, "newer"), (0, "too old")])

@@ -246,6 +246,8 @@ def test_end_tokens_are_checked_before_weights_are_read(tiny_dir: Path, tmp_path
     for i, wrong in enumerate([512, -1, "x", True, [1, None]]):
         with pytest.raises(EngineError, match=r"token ids from 0 to 511, got "):
             service.check(built_with(tiny_dir, tmp_path / str(i), wrong), {})
+    with pytest.raises(EngineError, match=r"at most 32 end tokens .* got 33"):
+        service.check(built_with(tiny_dir, tmp_path / "many", list(range(33))), {})
     checked = service.check(built_with(tiny_dir, tmp_path / "null", None), {})
     assert checked.end_ids == {1}
     checked = service.check(built_with(tiny_dir, tmp_path / "one", 7), {})

@@ -163,6 +163,13 @@ class Deployment:
         assert len(values) == 4, values
         return not any(values.values())
 
+    def wait_for_work(self) -> None:
+        """Until the gauges, which are set ten times a second, show a request and its pages."""
+        deadline = time.monotonic() + 10
+        while not self.gauges()["kv_pages_used window"]:
+            assert time.monotonic() < deadline, self.gauges()
+            time.sleep(0.02)
+
     def seconds_until_empty(self, limit: float) -> float:
         """Until no page and no request is held; `limit` when that does not happen before."""
         started = time.monotonic()

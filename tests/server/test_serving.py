@@ -153,7 +153,7 @@ def test_cancel_by_grpc_frees_all_pages_within_a_second(server: Deployment) -> N
     stream = server.stream("leaves", **golden(900, stream=True))
     chunks = iter(stream)
     next(chunks)
-    assert server.gauges()["kv_pages_used window"] > 0
+    server.wait_for_work()
     stream.cancel()
     assert server.seconds_until_empty(1.0) < 1.0
     finished = server.events("request_finished")[-1]
@@ -163,7 +163,7 @@ def test_cancel_by_grpc_frees_all_pages_within_a_second(server: Deployment) -> N
 def test_a_closed_sse_connection_frees_all_pages_within_a_second(server: Deployment) -> None:
     with EventStream(server.http, golden(900, stream=True, id="closes")) as events:
         next(iter(events))
-        assert server.gauges()["requests running"] == 1
+        server.wait_for_work()
     assert server.seconds_until_empty(1.0) < 1.0
     finished = server.events("request_finished")[-1]
     assert (finished["request_id"], finished["finish_reason"]) == ("closes", "cancelled")
