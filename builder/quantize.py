@@ -23,7 +23,12 @@ from builder.assemble import check_output
 from builder.checkpoint import Checkpoint, check_weight, requantized_format
 from builder.layout import WeightSpec
 from builder.progress import Progress
-from builder.quantize_modelopt import TESTED_VERSION, check_modelopt, global_scale, quantize_rows
+from builder.quantize_modelopt import (
+    check_modelopt,
+    global_scale,
+    modelopt_version,
+    quantize_rows,
+)
 from builder.quantize_recipe import Target, weight_class
 from builder.quantize_report import ClassTotals, merged
 from engine.config import ConfigError
@@ -271,7 +276,7 @@ def _prepare(
         for name, file in _files(checkpoint).items()
     }
     text = json.dumps([str(checkpoint.directory.resolve()), dict(targets), files], sort_keys=True)
-    state = {"run": hashlib.sha256(text.encode()).hexdigest(), "modelopt": TESTED_VERSION}
+    state = {"run": hashlib.sha256(text.encode()).hexdigest(), "modelopt": modelopt_version()}
     path = partial / _STATE_NAME
     if not path.is_file() or json.loads(path.read_text()) != state:
         if partial.exists():
@@ -314,7 +319,7 @@ def _write_companions(
     config = json.loads((checkpoint.directory / CONFIG_NAME).read_text())
     quantization = _hf_quantization(checkpoint, targets)
     if quantization is not None:
-        producer = {"name": "modelopt", "version": TESTED_VERSION}
+        producer = {"name": "modelopt", "version": modelopt_version()}
         whole = {"producer": producer, "quantization": quantization}
         _write_json(partial / HF_QUANT_NAME, whole)
         config["quantization_config"] = {**whole["quantization"], "quant_method": "modelopt"}

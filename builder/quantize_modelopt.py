@@ -44,20 +44,30 @@ class QuantizedRows:
 
 def check_modelopt() -> list[str]:
     """Warnings about the installed ModelOpt. Raises ConfigError when there is none."""
+    found = modelopt_version()
     try:
-        found = version("nvidia-modelopt")
         _modelopt()
-    except (PackageNotFoundError, ImportError):
+    except ImportError:
+        found = None
+    if found is None:
         raise ConfigError(
             f"quantisation to NVFP4 or MXFP8 needs NVIDIA ModelOpt, tested with {TESTED_VERSION}, "
             f'and it cannot be imported; install "nvidia-modelopt[hf]=={TESTED_VERSION}"'
-        ) from None
+        )
     if found == TESTED_VERSION:
         return []
     return [
         f"ModelOpt {found} is installed, and {TESTED_VERSION} is what was tested; every tensor is "
         "still decoded and compared while it is written"
     ]
+
+
+def modelopt_version() -> str | None:
+    """The installed version, None where there is none."""
+    try:
+        return version("nvidia-modelopt")
+    except PackageNotFoundError:
+        return None
 
 
 def global_scale(name: str, amax: float) -> torch.Tensor:
@@ -105,7 +115,7 @@ def quantize_rows(
     if not torch.equal(matrix.dequantize(), decoded):
         raise CheckpointError(
             f"{name}: its {format} bytes do not decode to ModelOpt's values; ModelOpt "
-            f"{version('nvidia-modelopt')} is installed, {TESTED_VERSION} was tested"
+            f"{modelopt_version()} is installed, {TESTED_VERSION} was tested"
         )
     if not torch.isfinite(decoded.to(torch.bfloat16)).all():
         raise CheckpointError(
