@@ -270,26 +270,27 @@ def _packed_matrix(
     """A quantised `prefix.weight` [N, K] with its scales, None where it is not quantised."""
     name, (rows, columns) = f"{prefix}.weight", shape
     stored = source.describe(name).dtype
+    if stored not in ("F8_E4M3", "I8", "U8"):
+        return None
+    # The weight before its scales: a wrong shape is the weight's fault.
+    _expect(source, name, (rows, columns if stored == "F8_E4M3" else columns // 2), (stored,))
     requantized = f"{prefix}.weight_scale" in source
     scale = f"{prefix}.weight_scale" if requantized else f"{prefix}.scale"
     global_scale = None
     if stored == "F8_E4M3" and not requantized:
-        packed_format, width = PackedFormat.FP8_BLOCKS, columns
+        packed_format = PackedFormat.FP8_BLOCKS
         _expect(source, scale, (-(-rows // BLOCK), -(-columns // BLOCK)), ("F8_E8M0",))
     elif stored == "F8_E4M3":
-        packed_format, width = PackedFormat.MXFP8, columns
+        packed_format = PackedFormat.MXFP8
         _expect(source, scale, (rows, columns // BLOCK), ("U8", "F8_E8M0"))
     elif stored == "I8":
-        packed_format, width = PackedFormat.FP4_ROWS, columns // 2
+        packed_format = PackedFormat.FP4_ROWS
         _expect(source, scale, (rows, columns // BLOCK), ("F8_E8M0",))
-    elif stored == "U8":
-        packed_format, width = PackedFormat.NVFP4, columns // 2
+    else:
+        packed_format = PackedFormat.NVFP4
         _expect(source, scale, (rows, columns // CACHE.group), ("F8_E4M3",))
         _expect(source, f"{prefix}.weight_scale_2", (), ("F32",))
         global_scale = source.read(f"{prefix}.weight_scale_2").clone()
-    else:
-        return None
-    _expect(source, name, (rows, width), (stored,))
     return PackedMatrix(
         packed_format, shape, source.read(name), source.read(scale), global_scale, dtype
     )

@@ -111,10 +111,13 @@ def _wait_until_ready(server: Server, process: subprocess.Popen[bytes], log: Pat
 def running(folder: Path, repository: Path = FIXTURE_REPOSITORY) -> Iterator[Server]:
     """The server on free ports, ready; `folder` takes its links and log. Stops cleanly at exit."""
     log = folder / "log"
+    # The server cannot take a path with spaces, which a checkout may have.
+    link = folder / "repository"
+    link.symlink_to(repository)
     server = Server(free_address(), free_address(), free_address())
     with log.open("wb") as output:
         process = subprocess.Popen(
-            _command(server, repository, _backends(folder)),
+            _command(server, link, _backends(folder)),
             env=_environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
