@@ -112,7 +112,7 @@ def running(folder: Path, repository: Path = FIXTURE_REPOSITORY) -> Iterator[Ser
     """The server on free ports, ready; `folder` takes its links and log. Stops cleanly at exit."""
     log = folder / "log"
     # The server cannot take a path with spaces, which a checkout may have.
-    link = folder / "repository"
+    link = folder / "served-repository"
     link.symlink_to(repository)
     server = Server(free_address(), free_address(), free_address())
     with log.open("wb") as output:
