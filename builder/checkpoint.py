@@ -15,6 +15,7 @@ from builder.token_class import (
     read_tokenizer,
 )
 from engine.config import ConfigError, ModelConfig
+from engine.config_reader import read_config_file
 from engine.directory import GENERATION_CONFIG_NAME, TOKENIZER_CONFIG_NAME
 from engine.manifest import MANIFEST_NAME
 from engine.tensor_source import FLOAT_DTYPES, CheckpointError, SafetensorsSource, TensorSource
@@ -50,7 +51,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{directory} is an engine, expected a checkpoint; give it with --engine"
             )
-        config, warnings = ModelConfig.from_file(directory / "config.json")
+        config, warnings = read_config_file(directory / "config.json")
         check_table_rows(config)
         source = SafetensorsSource(directory)
         present: list[WeightSpec] = []

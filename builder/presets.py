@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import ConfigError, ModelConfig
+from engine.config_reader import read_config_file
 from engine.config_validation import validate
 from plugins.engram import engram_layout
 
@@ -143,7 +144,7 @@ def find_config(name: str) -> tuple[ModelConfig, list[str]]:
             f"expected {', '.join(PRESETS)} or a configuration file, got {name}; "
             "name a preset or an existing file"
         )
-    return ModelConfig.from_file(path / "config.json" if path.is_dir() else path)
+    return read_config_file(path / "config.json" if path.is_dir() else path)
 
 
 def slice_config(

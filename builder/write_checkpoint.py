@@ -55,7 +55,7 @@ def write_weights(
 
 
 def released_config(config: ModelConfig, *, quantized: bool) -> dict[str, Any]:
-    """The nested `config.json` of a checkpoint; `ModelConfig.from_dict` reads it back."""
+    """The nested `config.json` of a checkpoint; `read_config` reads it back."""
     text = config.to_dict()
     top_level = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
     tokens = {key: text.pop(key) for key in top_level}

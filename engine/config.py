@@ -1,18 +1,13 @@
-"""Validated model configuration.
+"""The configuration of a model: its dims, and the roles that follow from them.
 
-`ModelConfig.from_dict` reads both released spellings: the nested Hugging Face `config.json` (text
-keys under `text_config`) and the flat `inference/config.json`. Keys that would change what the
-model computes and that this implementation does not know are refused; the rest is reported.
+`engine.config_reader` makes one from the released files and refuses what cannot run.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 
@@ -83,29 +78,6 @@ class ModelConfig:
     eos_token_id: int = 1
     pad_token_id: int = 2
     image_token_id: int | None = None
-
-    @staticmethod
-    def from_dict(raw: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
-        """Return the configuration and one warning per key that was ignored.
-
-        Raises ConfigError naming the key when a value is missing, wrong or not supported.
-        """
-        from engine.config_reader import read_config
-
-        return read_config(raw)
-
-    @staticmethod
-    def from_file(path: Path) -> tuple[ModelConfig, list[str]]:
-        try:
-            raw = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ConfigError(
-                f"expected a model configuration at {path}, found none; "
-                "point at a directory that holds config.json"
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"expected JSON in {path}, but {error}; restore the file") from None
-        return ModelConfig.from_dict(raw)
 
     def with_changes(self, **changes: Any) -> ModelConfig:
         return replace(self, **changes)
@@ -194,7 +166,7 @@ class ModelConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The flat form that `from_dict` reads back without loss."""
+        """The flat form that `read_config` reads back without loss."""
         result: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)

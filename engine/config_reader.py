@@ -15,9 +15,11 @@ The rule for keys that are not fields of `ModelConfig`:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from engine.config import ConfigError, ModelConfig
@@ -100,6 +102,20 @@ ARCHITECTURE_WORDS = frozenset({
     "topk", "window",
 })
 # fmt: on
+
+
+def read_config_file(path: Path) -> tuple[ModelConfig, list[str]]:
+    """`read_config` of a JSON file; ConfigError also when there is no such file, or not JSON."""
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"expected a model configuration at {path}, found none; "
+            "point at a directory that holds config.json"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"expected JSON in {path}, but {error}; restore the file") from None
+    return read_config(raw)
 
 
 def read_config(raw: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from engine.config import ConfigError, ModelConfig
+from engine.config_reader import read_config
 from engine.manifest import FORMAT_VERSION, Advance, EngineError, Manifest
 from engine.safetensors_file import STORED_AS, TensorInfo, map_file
 from engine.tensor_source import (
@@ -133,7 +134,7 @@ class Engine:
             if name not in manifest.files:
                 raise EngineError(f"{path} is not an engine: its manifest does not list {name}")
         raw = json.loads((path / CONFIG_NAME).read_text())
-        config, _ = ModelConfig.from_dict(raw["model"])
+        config, _ = read_config(raw["model"])
         return Engine(
             path=path,
             config=config,

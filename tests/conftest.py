@@ -27,9 +27,9 @@ def tiny_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_config() -> ModelConfig:
-    from engine.config import ModelConfig
+    from engine.config_reader import read_config_file
 
-    return ModelConfig.from_file(TINY / "config.json")[0]
+    return read_config_file(TINY / "config.json")[0]
 
 
 @pytest.fixture(scope="session")

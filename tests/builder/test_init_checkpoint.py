@@ -17,6 +17,7 @@ from builder.cli import main
 from builder.layout import all_weights
 from builder.presets import FULL, MEDIUM, PRESETS, TINY, slice_config, table_rows
 from engine.config import ConfigError, ModelConfig
+from engine.config_reader import read_config_file
 from engine.config_validation import validate
 from engine.tensor_source import (
     SafetensorsSource,
@@ -131,7 +132,7 @@ def test_distributions(released_dir: Path) -> None:
 
 
 def test_config_and_companions(released_dir: Path) -> None:
-    config, warnings = ModelConfig.from_file(released_dir / "config.json")
+    config, warnings = read_config_file(released_dir / "config.json")
     assert (config, warnings) == (TINY, [])
     raw = json.loads((released_dir / "config.json").read_text())
     assert raw["quantization_config"]["weight_block_size"] == [32, 32]

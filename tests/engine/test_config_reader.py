@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, ModelConfig
+from engine.config import ConfigError
+from engine.config_reader import read_config, read_config_file
 
 # The released flat file, as published.
 FLAT: dict[str, Any] = {
@@ -81,7 +82,7 @@ def raw(tiny_dir: Path) -> dict[str, Any]:
 
 def refused(raw: dict[str, Any], *mentions: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dict(raw)
+        read_config(raw)
     message = str(caught.value)
     assert "\n" not in message
     for mention in mentions:
@@ -89,7 +90,7 @@ def refused(raw: dict[str, Any], *mentions: str) -> None:
 
 
 def test_flat_spelling_reads_the_published_values() -> None:
-    config, warnings = ModelConfig.from_dict(FLAT)
+    config, warnings = read_config(FLAT)
     assert (config.hidden_size, config.sliding_window, config.decoder_start) == (5120, 128, 20)
     assert config.max_position_embeddings == 1048576
     assert config.dspark_num_experts_per_tok == 3
@@ -100,7 +101,7 @@ def test_flat_spelling_reads_the_published_values() -> None:
 
 
 def test_yarn_frequencies_of_the_published_values() -> None:
-    config, _ = ModelConfig.from_dict(FLAT)
+    config, _ = read_config(FLAT)
     frequencies = config.inv_freq(20)
     published = {
         0: 1.0,
@@ -118,16 +119,16 @@ def test_yarn_frequencies_of_the_published_values() -> None:
 
 
 def test_nested_and_own_spelling_are_one_configuration(raw: dict[str, Any]) -> None:
-    config, warnings = ModelConfig.from_dict(raw)
+    config, warnings = read_config(raw)
     assert warnings == []
     assert (config.vocab_size, config.moe_intermediate_size) == (512, 64)
-    assert ModelConfig.from_dict(config.to_dict()) == (config, [])
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == (config, [])
+    assert read_config(config.to_dict()) == (config, [])
+    assert read_config(json.loads(json.dumps(config.to_dict()))) == (config, [])
 
 
 def test_top_level_tokens_reach_the_configuration(raw: dict[str, Any]) -> None:
     raw |= {"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": 9, "image_token_id": 11}
-    config, _ = ModelConfig.from_dict(raw)
+    config, _ = read_config(raw)
     assert (config.bos_token_id, config.eos_token_id) == (7, 8)
     assert (config.pad_token_id, config.image_token_id) == (9, 11)
 
@@ -171,9 +172,9 @@ def test_variant_at_the_top_level_is_refused_too(raw: dict[str, Any]) -> None:
     [("num_dense_layers", 0), ("attn_logit_softcap", None), ("favourite_colour", "blue")],
 )
 def test_key_without_a_meaning_warns(raw: dict[str, Any], key: str, value: object) -> None:
-    expected, _ = ModelConfig.from_dict(copy.deepcopy(raw))
+    expected, _ = read_config(copy.deepcopy(raw))
     raw["text_config"][key] = value
-    config, warnings = ModelConfig.from_dict(raw)
+    config, warnings = read_config(raw)
     assert config == expected
     assert len(warnings) == 1
     assert key in warnings[0]
@@ -198,7 +199,7 @@ def test_other_rotary_embeddings_are_refused(
 def test_rope_type_may_be_spelled_type(raw: dict[str, Any]) -> None:
     scaling = raw["text_config"]["rope_scaling"]
     scaling["type"] = scaling.pop("rope_type")
-    assert ModelConfig.from_dict(raw)[0].rope_factor == 16.0
+    assert read_config(raw)[0].rope_factor == 16.0
     del scaling["type"]
     refused(raw, "rope_type")
 
@@ -225,7 +226,7 @@ def test_other_quantisation_is_refused(
         "modules_to_not_convert": ["head"],
     }
     raw["quantization_config"] = released
-    assert ModelConfig.from_dict(raw)[1] == []
+    assert read_config(raw)[1] == []
     raw["quantization_config"] = released | change
     refused(raw, mention)
 
@@ -282,7 +283,7 @@ def test_wrong_value_is_refused(
 
 def test_just_enough_candidate_blocks(raw: dict[str, Any]) -> None:
     raw["text_config"] |= {"candidate_topk_blocks": 4, "candidate_block_size": 1}
-    assert ModelConfig.from_dict(raw)[0].index_topk == 4  # (4 − 1)·1 + 1
+    assert read_config(raw)[0].index_topk == 4  # (4 − 1)·1 + 1
     raw["text_config"] |= {"candidate_topk_blocks": 3}
     refused(raw, "candidate_topk_blocks")
 
@@ -298,15 +299,15 @@ def test_model_without_draft_stages(raw: dict[str, Any]) -> None:
         "compress_ratios": raw["text_config"]["compress_ratios"][:12],
         "dspark_target_layer_ids": [],
     }
-    assert ModelConfig.from_dict(raw)[0].num_layers_total == 12
+    assert read_config(raw)[0].num_layers_total == 12
 
 
 def test_missing_and_damaged_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelConfig.from_file(tmp_path / "config.json")
+        read_config_file(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="JSON"):
-        ModelConfig.from_file(tmp_path / "config.json")
+        read_config_file(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="object"):
-        ModelConfig.from_file(tmp_path / "config.json")
+        read_config_file(tmp_path / "config.json")

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from builder.byte_tokenizer import byte_tokenizer
 from builder.cli import main
-from engine.config import ModelConfig
+from engine.config_reader import read_config_file
 from engine.directory import Engine
 from engine.manifest import EngineError
 from python_backend import service
@@ -34,7 +34,7 @@ def small_engine(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> En
     """The golden model built for 4 requests, 32 rows a step and 100 tokens, with a tokenizer."""
     folder = tmp_path_factory.mktemp("service") / "engine"
     checkpoint = shutil.copytree(tiny_dir, folder.parent / "checkpoint")
-    config, _ = ModelConfig.from_file(tiny_dir / "config.json")
+    config, _ = read_config_file(tiny_dir / "config.json")
     byte_tokenizer(config).save(str(checkpoint / "tokenizer.json"))
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     options = ["--checkpoint_dir", str(checkpoint), "--output_dir", str(folder)]

@@ -10,7 +10,7 @@ import pytest
 
 from builder.byte_tokenizer import byte_tokenizer, tokenizer_config
 from builder.cli import main
-from engine.config import ModelConfig
+from engine.config_reader import read_config_file
 from tests.server.deployment import TINY
 
 
@@ -22,7 +22,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint.mkdir()
     for path in TINY.iterdir():
         shutil.copy(path, checkpoint)
-    config, _ = ModelConfig.from_file(TINY / "config.json")
+    config, _ = read_config_file(TINY / "config.json")
     byte_tokenizer(config).save(str(checkpoint / "tokenizer.json"))
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(config)))
     classes = str(TINY / "golden_quant.safetensors")

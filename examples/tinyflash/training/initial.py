@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from builder.layout import WeightSpec, all_weights
 from builder.token_class import token_classes
 from engine.config import ModelConfig
+from engine.config_reader import read_config
 from engine.directory import CONFIG_NAME
 from engine.network.load import load_weights
 from engine.network.weights import NetworkWeights
@@ -35,11 +36,11 @@ CONFIG_FILE = Path(__file__).parent.parent / "config.json"
 
 @lru_cache
 def model_config() -> ModelConfig:
-    return ModelConfig.from_dict(json.loads(CONFIG_FILE.read_text()))[0]
+    return read_config(json.loads(CONFIG_FILE.read_text()))[0]
 
 
 def checkpoint_config(directory: Path) -> ModelConfig:
-    return ModelConfig.from_dict(json.loads((directory / CONFIG_NAME).read_text()))[0]
+    return read_config(json.loads((directory / CONFIG_NAME).read_text()))[0]
 
 
 class CheckpointTensors:
