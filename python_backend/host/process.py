@@ -50,13 +50,15 @@ class Addresses:
         """Raises HostError naming the first port that cannot be listened on."""
         taken: dict[int, str] = {}
         for service in ("http", "grpc", "metrics"):
-            address, port = getattr(self, f"{service}_address"), getattr(self, f"{service}_port")
+            port = getattr(self, f"{service}_port")
             if port in taken:
                 raise HostError(
                     f"expected three different ports, got {port} for {taken[port]} and {service}; "
                     f"change {service}_port"
                 )
             taken[port] = service
+        for port, service in taken.items():
+            address = getattr(self, f"{service}_address")
             try:
                 family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
                 with socket.socket(family) as probe:

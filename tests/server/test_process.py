@@ -163,7 +163,11 @@ def test_the_plain_server_and_what_it_leaves_when_it_dies(
         process.kill()
         process.wait()
         assert region in shared_memory()
-        status, said = launch("--engine", "/nonexistent", environment={"TMPDIR": str(tmp_path)})
+        services = zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
+        ports = [f"--{service}-port={port}" for service, port in services]
+        status, said = launch(
+            "--engine", "/nonexistent", *ports, environment={"TMPDIR": str(tmp_path)}
+        )
         assert status == 1
         assert f"removed /dev/shm/{region}, left behind by a server that died" in said
         assert f"removed process {stub.pid}" in said
