@@ -29,7 +29,7 @@ TaskName = Literal["arithmetic", "retrieval", "turns", "tools", "talk", "padding
 SHARES: Mapping[Stage, Mapping[TaskName, float]] = MappingProxyType(
     {
         "short": {
-            "arithmetic": 0.60, "retrieval": 0.25, "turns": 0.08, "tools": 0.06, "talk": 0.01,
+            "arithmetic": 0.35, "retrieval": 0.50, "turns": 0.08, "tools": 0.06, "talk": 0.01,
         },
         "long": {
             "arithmetic": 0.33, "retrieval": 0.55, "turns": 0.06, "tools": 0.05, "talk": 0.01,
