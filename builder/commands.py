@@ -120,10 +120,13 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _subject(args: argparse.Namespace) -> Subject:
     if args.engine is not None:
-        progress = Progress()
         if args.verify:
+            progress = Progress()
             progress.start("hashing", sum(path.stat().st_size for path in args.engine.glob("*")))
-        engine = Engine.open(args.engine, verify=args.verify, advance=progress.advance)
+            engine = Engine.open(args.engine, verify=True, advance=progress.advance)
+            progress.finish()
+        else:
+            engine = Engine.open(args.engine)
         return subject_of_engine(engine)
     if args.verify:
         raise ConfigError("verify: only an engine has hashes to compare; leave the option out")

@@ -29,7 +29,7 @@ from client.protocol import (
 from client.stream import GenerateStream
 
 THINK_END = "</think>"
-DEFAULT_MAX_TOKENS = 1024
+DEFAULT_MAX_TOKENS = 256  # leaves room for the conversation in a small engine too
 
 
 class Chat:

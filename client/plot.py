@@ -14,7 +14,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError(
-            "expected matplotlib for --plot, found none: pip install 'dsv41-triton[plot]'"
+            "expected matplotlib for --plot, found none: pip install '.[plot]'"
         ) from None
 
 

@@ -22,6 +22,7 @@ from python_backend.host.process import ServerProcess
 from python_backend.host.repository import MODEL_NAME
 
 _POLL_SECONDS = 0.2
+_PROGRESS_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,9 +46,15 @@ def _serve(options: ServeOptions) -> int:
     _check_engine(options)
     core_failed = threading.Event()
 
+    shown = started
+
     def on_event(event: dict[str, Any]) -> None:
+        nonlocal shown
         if event["event"] == "load_progress":
-            _say(f"{event['stage']}: {event['share']:.0%}")
+            now = time.monotonic()
+            if event["share"] == 1 or now - shown >= _PROGRESS_SECONDS:
+                shown = now
+                _say(f"{event['stage']}: {event['share']:.0%}")
         elif event["event"] == "core_failed":
             core_failed.set()
 
