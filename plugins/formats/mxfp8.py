@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plugins.formats.groups import GroupFormat
 from plugins.formats.rounding import (
     E4M3_MAX,
     SMALLEST_NORMAL_SCALE,
@@ -18,17 +19,14 @@ from plugins.formats.rounding import (
     decode_e4m3,
     decode_e8m0,
     encode_e4m3,
-    grouped,
     round_e4m3,
-    split_last,
-    straight_through,
-    work_dtype,
 )
 
 
 @dataclass(frozen=True)
-class MxFp8:
-    """`amax_floor`: amax is taken no smaller than this, part of the trained semantics."""
+class MxFp8(GroupFormat):
+    """`amax_floor`: amax is taken no smaller than this, part of the trained semantics. Exact in
+    bfloat16 and wider."""
 
     amax_floor: float
     group: int = 32
@@ -36,34 +34,20 @@ class MxFp8:
     def data_bytes(self, width: int) -> int:
         return width
 
-    def scale_bytes(self, width: int) -> int:
-        return width // self.group
-
     def _scale(self, groups: torch.Tensor) -> torch.Tensor:
         return ceil_scale(groups.abs().amax(-1).clamp_(min=self.amax_floor), E4M3_MAX)
 
-    @torch.no_grad()
-    def pack(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., n] → E4M3 codes uint8 [..., n] and E8M0 codes uint8 [..., n / group]."""
-        groups = grouped(values, self.group)
-        scale = self._scale(groups)
-        codes = encode_e4m3(groups / decode_e8m0(scale, groups.dtype).unsqueeze(-1))
-        return codes.flatten(-2), scale
+    def _step(self, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return decode_e8m0(scale, dtype)
 
-    def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Inverse of pack, [..., n] in `dtype`; exact in bfloat16 and wider."""
-        wide = work_dtype(dtype)
-        groups = split_last(decode_e4m3(data, wide), self.group)
-        return (groups * decode_e8m0(scale, wide).unsqueeze(-1)).flatten(-2).to(dtype)
+    def _encode(self, quotients: torch.Tensor) -> torch.Tensor:
+        return encode_e4m3(quotients)
 
-    def round(self, values: torch.Tensor) -> torch.Tensor:
-        """unpack(pack(values)) in the dtype of `values`, gradient straight through."""
-        return straight_through(self._round, values)
+    def _decode(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return decode_e4m3(data, dtype)
 
-    def _round(self, values: torch.Tensor) -> torch.Tensor:
-        groups = grouped(values, self.group)
-        scale = decode_e8m0(self._scale(groups), groups.dtype).unsqueeze(-1)
-        return round_e4m3(groups / scale).mul_(scale).flatten(-2).to(values.dtype)
+    def _snap(self, quotients: torch.Tensor) -> torch.Tensor:
+        return round_e4m3(quotients)
 
 
 # Window rows, and the input of every FP8 or FP4 linear.

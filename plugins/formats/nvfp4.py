@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plugins.formats.groups import GroupFormat
 from plugins.formats.rounding import (
     E2M1_MAX,
     E4M3_MAX,
@@ -25,7 +26,6 @@ from plugins.formats.rounding import (
     pack_e2m1,
     round_e2m1,
     split_last,
-    straight_through,
     unpack_e2m1,
     work_dtype,
 )
@@ -35,66 +35,40 @@ _SMALLEST_SCALE = 2.0**-9
 
 
 @dataclass(frozen=True)
-class NvFp4:
+class NvFp4(GroupFormat):
+    """Two codes a byte. `global_scale` multiplies every scale; the cache form has none, and is then
+    exact in bfloat16 and wider (six bits)."""
+
     group: int = 16
+    global_scale: float | None = None
 
     def data_bytes(self, width: int) -> int:
         return width // 2
 
-    def scale_bytes(self, width: int) -> int:
-        return width // self.group
-
     def _scale(self, groups: torch.Tensor) -> torch.Tensor:
-        amax = groups.abs().amax(-1).clamp_(min=E2M1_MAX * _SMALLEST_SCALE)
-        return encode_e4m3(amax / E2M1_MAX).masked_fill_(~amax.isfinite(), _E4M3_NAN)
+        step = groups.abs().amax(-1) / E2M1_MAX
+        if self.global_scale is not None:
+            step = step / self.global_scale
+        step = step.clamp_(min=_SMALLEST_SCALE)
+        return encode_e4m3(step).masked_fill_(~step.isfinite(), _E4M3_NAN)
 
-    @torch.no_grad()
-    def pack(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., n] → nibble pairs uint8 [..., n / 2] and E4M3 codes uint8 [..., n / group]."""
-        groups = grouped(values, self.group)
-        scale = self._scale(groups)
-        packed = pack_e2m1(groups / decode_e4m3(scale, groups.dtype).unsqueeze(-1))
-        return packed.flatten(-2), scale
+    def _step(self, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        step = decode_e4m3(scale, dtype)
+        # The two scales meet first, as in ModelOpt: in float32 the order decides the last bit.
+        return step if self.global_scale is None else step.mul_(self.global_scale)
 
-    def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Inverse of pack, [..., n] in `dtype`; exact in bfloat16 and wider (six bits)."""
-        wide = work_dtype(dtype)
-        groups = split_last(unpack_e2m1(data, wide), self.group)
-        return (groups * decode_e4m3(scale, wide).unsqueeze(-1)).flatten(-2).to(dtype)
+    def _encode(self, quotients: torch.Tensor) -> torch.Tensor:
+        return pack_e2m1(quotients)
 
-    def round(self, values: torch.Tensor) -> torch.Tensor:
-        """unpack(pack(values)) in the dtype of `values`, gradient straight through."""
-        return straight_through(self._round, values)
+    def _decode(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return unpack_e2m1(data, dtype)
 
-    def _round(self, values: torch.Tensor) -> torch.Tensor:
-        groups = grouped(values, self.group)
-        scale = decode_e4m3(self._scale(groups), groups.dtype).unsqueeze(-1)
-        return round_e2m1(groups / scale).mul_(scale).flatten(-2).to(values.dtype)
+    def _snap(self, quotients: torch.Tensor) -> torch.Tensor:
+        return round_e2m1(quotients)
 
 
 # The main compressed KV.
 CACHE = NvFp4()
-
-
-@dataclass(frozen=True)
-class GlobalNvFp4(NvFp4):
-    """Rows of a weight in ModelOpt's form: one float32 global scale for the whole table."""
-
-    global_scale: float = 1.0
-
-    @torch.no_grad()
-    def pack(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError("rows of a weight are packed by the builder, not while serving")
-
-    def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Code value · (block scale · global scale), [..., n] in `dtype`."""
-        wide = work_dtype(dtype)
-        step = decode_e4m3(scale, wide).mul_(self.global_scale)
-        groups = split_last(unpack_e2m1(data, wide), self.group)
-        return (groups * step.unsqueeze(-1)).flatten(-2).to(dtype)
-
-    def round(self, values: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("rows of a weight are packed by the builder, not while serving")
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

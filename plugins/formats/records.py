@@ -107,8 +107,8 @@ def engram_record(engram_head_dim: int) -> RecordLayout:
 
 
 def nvfp4_engram_record(engram_head_dim: int, global_scale: float) -> RecordLayout:
-    """Engram table rows requantised to NVFP4: 144 B at 256. Read-only."""
-    layout = nvfp4.GlobalNvFp4(global_scale=global_scale)
+    """Engram table rows requantised to NVFP4: 144 B at 256."""
+    layout = nvfp4.NvFp4(global_scale=global_scale)
     return _layout("nvfp4_engram", engram_head_dim, layout, layout.group)
 
 

@@ -148,3 +148,18 @@ def test_relative_error_on_gaussian_weights() -> None:
     assert ((back - weight).norm() / weight.norm()).item() == pytest.approx(0.0945, rel=0.01)
     back = mxfp8.WEIGHT.round(weight)
     assert ((back - weight).norm() / weight.norm()).item() == pytest.approx(0.0265, rel=0.01)
+
+
+def test_nvfp4_rows_under_a_global_scale_are_the_weight_format() -> None:
+    """Rows and weights are two roads to ModelOpt's layout; blocks of zeros and tiny ones too."""
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(5)) * 0.05
+    weight[3, 16:32] = 0.0
+    weight[4, :16] *= 1e-4
+    packed, scale, global_scale = nvfp4.quantize_weight(weight)
+    rows = nvfp4.NvFp4(global_scale=global_scale.item())
+    got_packed, got_scale = rows.pack(weight)
+    assert torch.equal(got_packed, packed)
+    assert torch.equal(got_scale, scale.view(torch.uint8))
+    expected = nvfp4.dequantize_weight(packed, scale, global_scale, torch.float32)
+    assert torch.equal(rows.unpack(got_packed, got_scale, torch.float32), expected)
+    assert torch.equal(rows.round(weight), expected)
