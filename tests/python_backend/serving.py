@@ -13,7 +13,9 @@ from python_backend.executor.simulated import SimulatedExecutor, next_token
 from python_backend.kv.window_pool import pages_for
 from python_backend.replay import ReplayRule
 from python_backend.request import Delta, FinishReason, Request, SamplingParams
+from python_backend.scheduler.scheduler import Scheduler
 from python_backend.settings import CoreLimits
+from python_backend.step_plan import StepPlan
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -123,6 +125,28 @@ class Stream:
         ended = expected[-1] in self.request.end_ids
         assert reasons[-1] == (FinishReason.STOP if ended else FinishReason.LENGTH)
         assert reasons[:-1] == [None] * (len(reasons) - 1), "a delta came after the last one"
+
+
+class Driver:
+    """A scheduler whose steps are looked at one by one."""
+
+    def __init__(self, bounds: CoreLimits) -> None:
+        self.scheduler = Scheduler(bounds)
+        self.executor = SimulatedExecutor(bounds)
+
+    def add(self, stream: Stream) -> None:
+        self.scheduler.add(self.scheduler.track(stream.request))
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        return plan
+
+    def step(self) -> StepPlan:
+        plan = self.plan()
+        self.scheduler.commit(self.executor.run(plan))
+        self.scheduler.check_integrity()
+        return plan
 
 
 def new_core(bounds: CoreLimits) -> EngineCore:

@@ -1,4 +1,4 @@
-"""Page pools: nobody owns a page twice, free + used = all, and the order in which pages return."""
+"""The free list and the global pool, also as state machines."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from python_backend.kv.block_hash import BlockChain
 from python_backend.kv.free_pages import FreePages
 from python_backend.kv.global_pool import GlobalPages
-from python_backend.kv.groups import CacheGroup, IntegrityError, ragged_columns
+from python_backend.kv.groups import CacheGroup, IntegrityError
 from python_backend.kv.prefix_cache import ROOT, ChainLink, PrefixCache
-from python_backend.kv.window_pool import WindowPages, pages_for, pages_per_request
 
 Int32Array = npt.NDArray[np.int32]
 
 GLOBAL = CacheGroup("global", 4, replayable=False)
-WINDOW = CacheGroup("window", 2, replayable=True)
 
 
 def pages(*ids: int) -> Int32Array:
@@ -312,112 +310,3 @@ TestGlobalPool.settings = settings(
     stateful_step_count=50,
     suppress_health_check=[HealthCheck.filter_too_much],
 )
-
-
-# -- the window pool ------------------------------------------------------------------------------
-
-
-def window_pool(num_pages: int, num_slots: int, columns: int, window: int = 8) -> WindowPages:
-    return WindowPages(
-        group=WINDOW, window=window, num_pages=num_pages, num_slots=num_slots, columns=columns
-    )
-
-
-def test_window_pages_follow_the_positions() -> None:
-    """Window 8, pages of 2 rows: after 12 rows the next token reads 5 … 12, pages 2 … 6."""
-    pool = window_pool(num_pages=20, num_slots=2, columns=8)
-    pool.start(0, 0)
-    pool.grow(one(0), one(12))
-    assert pool.table[0].tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
-    pool.retire(one(0), one(12))
-    assert pool.table[0].tolist() == [0, 0, 3, 4, 5, 6, 0, 0]
-    pool.grow(one(0), one(18))  # blocks 6 … 8: columns 6, 7, and 0 again
-    assert (pool.table[0] > 0).tolist() == [True, False, True, True, True, True, True, True]
-    assert pool.num_held(0) == 7
-    pool.check_integrity()
-    pool.release(0)
-    assert pool.num_free == 19
-
-
-def test_a_later_start_takes_no_pages_below_it() -> None:
-    pool = window_pool(num_pages=20, num_slots=1, columns=8)
-    pool.start(0, 24)
-    pool.grow(one(0), one(33))
-    assert pool.num_held(0) == 5  # blocks 12 … 16
-
-
-def test_damaged_window_tables_are_found() -> None:
-    for damage in (
-        lambda pool: pool.table.__setitem__((0, 1), 0),
-        lambda pool: pool.table.__setitem__((0, 1), 1),
-        lambda pool: pool._first.__setitem__(0, 1),
-        lambda pool: setattr(pool, "_num_free", pool._num_free - 1),
-    ):
-        pool = window_pool(num_pages=20, num_slots=1, columns=8)
-        pool.start(0, 0)
-        pool.grow(one(0), one(6))
-        pool.check_integrity()
-        damage(pool)
-        with pytest.raises(IntegrityError):
-            pool.check_integrity()
-
-
-@settings(deadline=None, max_examples=150)
-@given(
-    window=st.integers(1, 20),
-    page_rows=st.integers(1, 9),
-    num_requests=st.integers(1, 5),
-    max_rows=st.integers(1, 40),
-    data=st.data(),
-)
-def test_the_sizing_formula_always_suffices(
-    window: int, page_rows: int, num_requests: int, max_rows: int, data: st.DataObject
-) -> None:
-    """Any split of the budget over any requests at any positions, step after step. What is needed
-    is counted from positions, one by one, and must never exceed either formula."""
-    num_pages = pages_for(window, page_rows, num_requests, max_rows)
-    columns = pages_per_request(window, page_rows, max_rows)
-    pool = WindowPages(
-        group=CacheGroup("window", page_rows, replayable=True),
-        window=window,
-        num_pages=num_pages,
-        num_slots=num_requests,
-        columns=columns,
-    )
-    position = {slot: data.draw(st.integers(0, 60)) for slot in range(num_requests)}
-    start = dict(position)
-    for slot, first in position.items():
-        pool.start(slot, first)
-    for _ in range(data.draw(st.integers(1, 6))):
-        rows: dict[int, int] = {}
-        for slot in range(num_requests):
-            rows[slot] = data.draw(st.integers(0, max_rows - sum(rows.values())))
-        running = [slot for slot in rows if rows[slot]]
-        ends = np.array([position[slot] + rows[slot] for slot in running], dtype=np.int64)
-        pool.grow(np.array(running, dtype=np.int64), ends)
-        for slot in range(num_requests):
-            lowest = max(start[slot], position[slot] - window + 1)
-            live = {p // page_rows for p in range(lowest, position[slot] + rows[slot])}
-            assert len(live) <= pages_per_request(window, page_rows, rows[slot])
-            for block in live:
-                assert pool.table[slot, block % columns] > 0
-        pool.check_integrity()
-        for slot in running:
-            position[slot] += rows[slot]
-        pool.retire(np.array(running, dtype=np.int64), ends)
-        pool.check_integrity()
-
-
-def test_window_formula_by_hand() -> None:
-    """Released model: 128 rows, pages of 32: a decoding request holds 5 pages of 32 rows."""
-    assert pages_per_request(128, 32, 1) == 5
-    assert pages_per_request(8, 8, 0) == 2
-    assert pages_for(128, 32, 64, 8192) == 64 * 6 + 256 + 1
-    assert pages_for(8, 8, 8, 256) == 8 * 3 + 32 + 1
-
-
-def test_ragged_columns() -> None:
-    starts, counts = np.array([5, 0, 7, 2]), np.array([2, 0, 3, 1])
-    assert ragged_columns(starts, counts).tolist() == [5, 6, 7, 8, 9, 2]
-    assert ragged_columns(starts, np.array([1, 1, 1, 1])).tolist() == [5, 0, 7, 2]
-    assert ragged_columns(starts, np.zeros(4, dtype=np.int64)).tolist() == []
