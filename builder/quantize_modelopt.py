@@ -44,16 +44,14 @@ class QuantizedRows:
 
 def check_modelopt() -> list[str]:
     """Warnings about the installed ModelOpt. Raises ConfigError when there is none."""
-    found = modelopt_version()
     try:
         _modelopt()
-    except ImportError:
-        found = None
-    if found is None:
+    except ImportError as error:
         raise ConfigError(
             f"quantisation to NVFP4 or MXFP8 needs NVIDIA ModelOpt, tested with {TESTED_VERSION}, "
-            f'and it cannot be imported; install "nvidia-modelopt[hf]=={TESTED_VERSION}"'
-        )
+            f"and it cannot be imported ({error}); in a checkout, pip install '.[quantize]'"
+        ) from None
+    found = modelopt_version()
     if found == TESTED_VERSION:
         return []
     return [

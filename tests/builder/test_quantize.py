@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 import struct
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from builder import quantize_modelopt
 from builder.checkpoint import Checkpoint
 from builder.cli import main
 from builder.progress import Progress
@@ -277,14 +278,20 @@ def test_report_counts_by_hand() -> None:
     assert figures["relative_error"] == pytest.approx(2 / np.sqrt(448**2 + 450**2 + 9))
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("modelopt") is not None, reason="for machines without ModelOpt"
-)
 def test_missing_modelopt_says_what_to_install(
-    small_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "modelopt"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "modelopt", None)  # its import fails
+    quantize_modelopt._modelopt.cache_clear()
     assert quantize(small_dir, tmp_path / "out", "nvfp4") == 1
-    assert 'install "nvidia-modelopt[hf]==0.47.0"' in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert "needs NVIDIA ModelOpt, tested with 0.47.0, and it cannot be imported" in complaint
+    assert "pip install '.[quantize]'" in complaint
     assert not list(tmp_path.iterdir())
 
 

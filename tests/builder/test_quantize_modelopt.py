@@ -1,8 +1,7 @@
-"""Quantisation through NVIDIA ModelOpt itself, where it is installed."""
+"""Quantisation through NVIDIA ModelOpt itself."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -18,11 +17,6 @@ from builder.quantize_recipe import CLASSES
 from engine.directory import Engine
 from engine.safetensors_file import SafetensorsFile
 from python_backend.service import ServedModel
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("modelopt") is None,
-    reason="needs the extra quantize: nvidia-modelopt[hf]==0.47.0",
-)
 
 
 def run(*options: str | Path) -> int:
