@@ -10,8 +10,8 @@ import torch
 from plugins.registry import operator
 from plugins.topk_select.schema import CANDIDATE_BLOCKS, RESTRICT_TO_BLOCKS, TOPK_SELECT
 
-# Bounds the int64 running counts to 16 MiB at 32768 columns.
-_ROW_TILE = 64
+# Of the int64 running counts of a row tile.
+_COUNT_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 
 @operator(TOPK_SELECT)
@@ -22,8 +22,9 @@ def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
     """
     width = min(k, scores.shape[1])
     selected = torch.full((scores.shape[0], width), -1, dtype=torch.int64, device=scores.device)
-    for start in range(0, scores.shape[0], _ROW_TILE):
-        best = _best(scores[start : start + _ROW_TILE], width)
+    row_tile = max(1, _COUNT_BYTES[scores.device.type] // (8 * max(1, scores.shape[1])))
+    for start in range(0, scores.shape[0], row_tile):
+        best = _best(scores[start : start + row_tile], width)
         rows, columns = best.nonzero(as_tuple=True)
         selected[start + rows, (best.cumsum(1) - 1)[rows, columns]] = columns
     return selected
