@@ -25,8 +25,8 @@ def read(path: Path) -> Named:
     """A report with its file's name. Raises ValueError for a file that holds none."""
     try:
         loaded = json.loads(path.read_text())
-        loaded["records"][0]["question"], loaded["accuracy"], loaded["task"]
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        loaded["asked"], loaded["correct"], loaded["accuracy"], loaded["task"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"expected a report of evaluate or dsv41-client eval in {path}, got "
             f"{type(error).__name__}: {error}; make it with --json"
@@ -39,14 +39,13 @@ def paired(base: Report, other: Report) -> dict[str, Any]:
 
     Raises ValueError when they answer other questions.
     """
-    asked = [[record["question"] for record in report["records"]] for report in (base, other)]
-    if asked[0] != asked[1]:
+    if base["asked"] != other["asked"]:
         raise ValueError(
             "expected reports on the same questions, got others; use equal --task, --limit, --seed "
             "and --document-tokens"
         )
-    right = [[record["correct"] for record in report["records"]] for report in (base, other)]
-    return dict(scoring.compare(right[0], right[1]).to_json())
+    a, b = ([digit == "1" for digit in report["correct"]] for report in (base, other))
+    return dict(scoring.compare(a, b).to_json())
 
 
 def table(reports: Sequence[Named]) -> str:

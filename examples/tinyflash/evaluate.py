@@ -17,7 +17,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,7 @@ from examples.tinyflash.evaluation import (
     report,
     table,
 )
-from examples.tinyflash.in_process import InProcess
-from examples.tinyflash.scoring import Question
+from examples.tinyflash.in_process import InProcess, Int32Array
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,18 +71,18 @@ def evaluate(arguments: argparse.Namespace) -> Report:
     with ablated(arguments.ablate):
         model = InProcess(arguments.engine, options, arguments.device)
         try:
+            prompts = [model.encode(q.prompt, thinking=arguments.thinking) for q in asked]
             started = time.monotonic()
-            answers = _ask(model, asked, arguments)
+            answers = list(
+                _answers(model, prompts, max_tokens=arguments.max_tokens, warm=arguments.warm)
+            )
             seconds = time.monotonic() - started
         finally:
             model.close()
-    manifest = (arguments.engine / "manifest.json").read_bytes()
     settings = (
         options
+        | origin(arguments.engine, arguments.device)
         | {
-            "device": arguments.device,
-            "threads": torch.get_num_threads(),  # float32's last bits depend on it
-            "engine": hashlib.sha256(manifest).hexdigest()[:16],
             "thinking": arguments.thinking,
             "warm": arguments.warm,
             "ablate": arguments.ablate,
@@ -91,26 +91,30 @@ def evaluate(arguments: argparse.Namespace) -> Report:
     return report(asked, answers, seed=arguments.seed, settings=settings, seconds=seconds)
 
 
-def _ask(
-    model: InProcess, asked: Sequence[Question], arguments: argparse.Namespace
-) -> list[Answer]:
+def origin(engine: Path, device: str) -> dict[str, Any]:
+    """What made the answers: the engine, by its manifest, and what ran it."""
+    manifest = (engine / "manifest.json").read_bytes()
+    where = {"device": device, "threads": torch.get_num_threads()}  # float32's last bits depend
+    if device != "cpu":
+        where = {"device": torch.cuda.get_device_name(device)}
+    return {"engine": hashlib.sha256(manifest).hexdigest()[:16], "torch": torch.__version__} | where
+
+
+def _answers(
+    model: InProcess, prompts: Sequence[Int32Array], *, max_tokens: int, warm: bool
+) -> Iterator[Answer]:
     """All at once; with `warm`, as many at a time as certainly find their prompts again."""
-    options = {"thinking": arguments.thinking}
-    answers: list[Answer] = []
-    size = model.max_batch_size if arguments.warm else len(asked)
-    for first in range(0, len(asked), size):
-        some = asked[first : first + size]
-        if arguments.warm:
-            model.warm([question.prompt for question in some], **options)
-        running = [
-            model.start(question.prompt, max_tokens=arguments.max_tokens, **options)
-            for question in some
-        ]
-        for pending in running:
-            answers.append(pending.answer())
-            if len(answers) % 50 == 0:
-                print(f"{len(answers)} of {len(asked)} answered", file=sys.stderr, flush=True)
-    return answers
+    size = model.max_batch_size if warm else len(prompts)
+    done = 0
+    for first in range(0, len(prompts), size):
+        some = prompts[first : first + size]
+        if warm:
+            deque(model.answers(some, max_tokens=1), maxlen=0)
+        for answer in model.answers(some, max_tokens=max_tokens):
+            yield answer
+            done += 1
+            if done % 50 == 0:
+                print(f"{done} of {len(prompts)} answered", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

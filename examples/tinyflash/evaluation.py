@@ -1,8 +1,9 @@
 """Held-out questions asked, and the report on their answers: the same for a server and in process.
 
 A report is a plain mapping that JSON holds: `accuracy`, `stderr` and `n` of all questions, the same
-for each part of them, the settings, and one record per question, which is what a paired comparison
-reads. Needs numpy and the tokenizer, no torch.
+for each part of them, the settings, and one record per question. A paired comparison reads `asked`,
+which names the questions, and `correct`, one digit per question, 1 where the answer was right.
+Needs numpy and the tokenizer, no torch.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def report(
     """The report on `answers`, one per question in the same order."""
     records = [
         {
-            "question": hashlib.sha256(question.prompt.encode()).hexdigest()[:16],
+            "question": digest([question.prompt]),
             "label": question.label,
             "source": question.source,
             "expected": question.answer,
@@ -87,8 +88,15 @@ def report(
         "mean_cached_tokens": float(np.mean([answer.cached_tokens for answer in answers])),
         "mean_output_tokens": float(np.mean([answer.num_output_tokens for answer in answers])),
         "seconds": round(seconds, 3),
+        "asked": digest([question.prompt for question in asked]),
+        "correct": "".join(str(int(record["correct"])) for record in records),
         "records": records,
     }
+
+
+def digest(texts: Sequence[str]) -> str:
+    """A short name of these texts in this order."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def table(made: Report) -> str:

@@ -1,17 +1,24 @@
-"""An engine served inside this process, on a CPU or a GPU: the serving core without a server."""
+"""An engine served inside this process, on a CPU or a GPU: the serving core without a server.
+
+On a GPU the engine's limits decide the speed: build it for as many requests and rows a step as fit
+(`dsv41-build engine --max_batch_size 1536 --max_num_tokens 49152 --max_seq_len 9216`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.network import Network
 from engine.paged_cache import CachePools
+from examples.tinyflash import device as device_operators
 from examples.tinyflash.evaluation import Answer
 from plugins.formats.rows import PackedRows, ValueRows
 from python_backend.core import EngineCore
@@ -22,6 +29,10 @@ from python_backend.text.chat_input import ChatRequest
 from python_backend.text.detokenizer import Detokenizer
 
 Value = TypeVar("Value")
+Int32Array = npt.NDArray[np.int32]
+
+# A window page's rows on a GPU: the page tables go there with every step, so few large pages.
+_DEVICE_PAGE_ROWS = 64
 
 
 class InProcess:
@@ -30,6 +41,9 @@ class InProcess:
     def __init__(self, engine_dir: Path, options: Mapping[str, Any], device: str = "cpu") -> None:
         """`options` are serve settings. Raises ValueError with one sentence for an engine or
         settings that cannot be served, and for an engine without a tokenizer."""
+        if device != "cpu":
+            device_operators.install()
+            options = {"window_page_tokens": _DEVICE_PAGE_ROWS, **options}
         checked = check(engine_dir, options)
         if checked.text is None:
             raise ValueError(
@@ -60,10 +74,13 @@ class InProcess:
     def close(self) -> None:
         self._model.stop()
 
-    def start(self, prompt: str, *, max_tokens: int, thinking: bool = False) -> Pending:
-        """Ask one question, as a user's message. Raises RequestError for one that does not fit."""
+    def encode(self, prompt: str, *, thinking: bool = False) -> Int32Array:
+        """The ids of a conversation that begins with `prompt` as the user's message."""
         chat = ChatRequest([{"role": "user", "content": prompt}], thinking=thinking)
-        input_ids = self._text.encode_rendered(chat.render())
+        return self._text.encode_rendered(chat.render())
+
+    def start(self, input_ids: Int32Array, *, max_tokens: int) -> Pending:
+        """Begin to answer. Raises RequestError for a prompt that does not fit."""
         pending = Pending(len(input_ids), self._text.detokenizer())
         self._num_asked += 1
         self._model.core.add_request(
@@ -78,10 +95,13 @@ class InProcess:
         )
         return pending
 
-    def warm(self, prompts: Sequence[str], *, thinking: bool = False) -> None:
-        """Put prompts into the prefix cache; it holds about `max_batch_size` of any length."""
-        for pending in [self.start(p, max_tokens=1, thinking=thinking) for p in prompts]:
-            pending.answer()
+    def answers(self, prompts: Sequence[Int32Array], *, max_tokens: int) -> Iterator[Answer]:
+        """All prompts at once; their answers in the order of the prompts, each when it is there.
+
+        Asked again, up to `max_batch_size` prompts of any length are found in the prefix cache.
+        """
+        running = [self.start(prompt, max_tokens=max_tokens) for prompt in prompts]
+        return (pending.answer() for pending in running)
 
 
 class Pending:

@@ -52,7 +52,7 @@ def index_scores(
     limit = max((limits[i] for i, count in enumerate(runs) if count < _LONG_RUN), default=0)
     tile = max(1, _TILE_ELEMENTS // max(1, limit * max(heads, width)))
     picked = torch.tensor(short, dtype=torch.int64, device=request.device)
-    for rows_of_tile in picked.split(tile):
+    for rows_of_tile in torch.split(picked, tile):
         slots = key_slots[request[rows_of_tile], :limit]
         row_keys = keys.read(slots, acc)
         products = torch.bmm(queries[rows_of_tile], row_keys.transpose(1, 2)).relu_()

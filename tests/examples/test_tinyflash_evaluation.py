@@ -55,6 +55,7 @@ def test_a_report_and_its_parts() -> None:
     }
     assert (found["mean_input_tokens"], found["mean_cached_tokens"]) == (300, 32)
     assert [record["correct"] for record in found["records"]] == [True, False, True, True, False]
+    assert found["correct"] == "10110"
     assert found["num_cut_short"] == 0
     assert json.loads(json.dumps(found)) == found
     lines = table(found).splitlines()
@@ -81,7 +82,9 @@ def test_other_questions_are_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = made([""] * 5), made([""] * 5)
-    b["records"].reverse()
+    assert a["asked"] == b["asked"]
+    others = [Question("arithmetic", "range", "source", f"another {i}", "1") for i in range(5)]
+    b = report(others, [Answer("", "stop", 9, 0, 1)] * 5, seed=5, settings={}, seconds=1.0)
     with pytest.raises(ValueError, match="expected reports on the same questions"):
         compare.paired(a, b)
     for name, content in (("a", json.dumps(a)), ("b", json.dumps(b)), ("c", "{}")):
@@ -173,7 +176,8 @@ def test_random_selection_stays_within_what_a_row_sees(monkeypatch: pytest.Monke
 def test_the_text_of_an_answer_is_its_tokens(engine: Path) -> None:
     model = InProcess(engine, {})
     try:
-        answer = model.start("Hello.", max_tokens=3, thinking=True).answer()
+        prompt = model.encode("Hello.", thinking=True)
+        (answer,) = model.answers([prompt], max_tokens=3)
     finally:
         model.close()
     assert (answer.finish_reason, answer.num_output_tokens, answer.cached_tokens) == (

@@ -1,0 +1,43 @@
+"""What a float32 network runs on a CUDA device instead of the references: training's kernels.
+
+The references take many passes and launches. Attention stays the reference, because training's
+kernel reads no packed rows; products are float32, where training's own are TF32; networks of other
+dtypes keep the references throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from plugins.registry import OPERATORS, Operator
+
+
+@lru_cache(maxsize=1)
+def install() -> None:
+    """Take over the operators on CUDA tensors, once per process."""
+    from examples.tinyflash.training import compiled
+
+    compiled.install()
+    OPERATORS["mega_attention"].__dict__.pop("kernel")
+    for entry in OPERATORS.values():
+        kernel = entry.__dict__.get("kernel")
+        if kernel is not None:
+            entry.__dict__["kernel"] = _float32_only(entry, kernel)
+
+
+def _float32_only(entry: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    is_rope = entry.schema.name == "rope"
+
+    def run(first: torch.Tensor, *others: Any, **options: Any) -> Any:
+        if first.dtype != torch.float32 or not first.shape[0]:
+            return entry.reference(first, *others, **options)
+        if is_rope:
+            # An entry that begins before position 0 is written nowhere, but looks its angle up.
+            others = (others[0].clamp(min=0), *others[1:])
+        return kernel(first, *others, **options)
+
+    return run
