@@ -1,7 +1,8 @@
 """Operators by name: one schema, one reference, and the fast implementations beside it.
 
 `@operator(SCHEMA)` turns a reference function into the operator that the network calls: CPU
-tensors run the reference, CUDA tensors run `plugins/<op>/kernel.py` where it exists.
+tensors run the reference, CUDA tensors run `plugins/<op>/kernel.py` where it exists. While
+torch.export traces a network, the call becomes a node of the graph (plugins/graph.py).
 """
 
 from __future__ import annotations
@@ -32,10 +33,15 @@ class Operator:
         module = self.reference.__module__.rpartition(".")[0] + ".kernel"
         if importlib.util.find_spec(module) is None:
             return None
-        implementation: Callable[..., Any] = getattr(
-            importlib.import_module(module), self.reference.__name__
+        implementation: Callable[..., Any] | None = getattr(
+            importlib.import_module(module), self.reference.__name__, None
         )
         return implementation
+
+    def implementation(self, device: torch.device) -> Callable[..., Any]:
+        """What runs on tensors of `device`: the kernel where there is one, else the reference."""
+        kernel = self.kernel if device.type == "cuda" else None
+        return kernel or self.reference
 
 
 OPERATORS: dict[str, Operator] = {}
@@ -51,6 +57,11 @@ def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R
 
         @functools.wraps(reference)
         def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_exporting():
+                from plugins.graph import graph_operator
+
+                node: R = graph_operator(schema.name).trace(*args, **kwargs)
+                return node
             first = args[0] if args else kwargs[schema.inputs[0].name]
             if isinstance(first, torch.Tensor) and first.is_cuda and entry.kernel is not None:
                 result: R = entry.kernel(*args, **kwargs)

@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["float", "int64", "bool", "rows", "weight"]
+Kind = Literal["float", "wide", "float64", "int64", "bool", "rows", "weight", "experts"]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One operand. `dims` are symbols ("T", "H") or products ("G*N"); equal symbols, equal sizes.
+    """One operand. `dims` are symbols ("T", "H") or formulas of them ("G*N", see
+    plugins/graph_dims.py), of attributes or of their fields; equal symbols, equal sizes.
 
-    kind: "float" is the compute dtype (float64, float32, bfloat16); "rows" is a cache row store;
-    "weight" is a linear weight in any stored format.
+    kind: "float" is the compute dtype (float64, float32, bfloat16) and, of an output, the dtype of
+    the first such input; "wide" is that output in at least float32; "float64" is float64 whatever
+    the compute dtype; "rows" is a cache row store; "weight" is a linear weight in any stored
+    format, "experts" a stack of three per expert.
     """
 
     name: str

@@ -12,7 +12,7 @@ import torch
 from engine.cache_view import CacheView
 from engine.network.rows import CompressRows
 from engine.network.weights import CompressorWeights
-from plugins.compressor import pool_pairs
+from plugins.compressor import pool_pairs, previous_rows
 from plugins.kv_write import kv_write
 from plugins.linear import LinearWeight, linear
 from plugins.norm import rms_norm
@@ -56,10 +56,13 @@ def _pooled(
     """The latent [T, d] of the pair (row before, row), and the tail update."""
     wide = u.to(wgate.dtype)
     current = torch.cat([linear(wide, weights.wkv), linear(wide, wgate)], dim=-1)
-    tail = cache.tail(source)
-    # Read before writing: a long chunk reuses the slot of the row that its first row needs.
-    stored = tail.read(rows.tail_read, current.dtype)[rows.request]
-    previous = torch.where(rows.is_first.unsqueeze(-1), stored, current.roll(1, dims=0))
-    kv_write(current, tail, rows.tail_write)
+    previous = previous_rows(
+        current,
+        cache.tail(source),
+        rows.request,
+        rows.is_first,
+        rows.tail_read,
+        rows.tail_write,
+    )
     a, b = torch.stack([previous, current], dim=1).chunk(2, dim=-1)
     return pool_pairs(a, b).to(u.dtype)

@@ -11,7 +11,7 @@ import torch
 from engine.batch import RaggedBatch
 from engine.config import ConfigError, ModelConfig
 from engine.network.weights import EngramWeights
-from plugins.engram import engram_gate, engram_layout, engram_rows
+from plugins.engram import engram_gate, engram_layout, engram_lookup, engram_rows
 from plugins.linear import linear
 
 
@@ -72,7 +72,7 @@ def inject(
 ) -> torch.Tensor:
     """Streams [T, S, D] after the gate; rows [T, columns] of the layer's table."""
     num_streams, hidden = streams.shape[1:]
-    memory = weights.table.read(rows, streams.dtype).flatten(1)
+    memory = engram_lookup(weights.table, rows, streams.dtype)
     projected = linear(memory, weights.wkv)
     keys, value = torch.split(projected, [num_streams * hidden, hidden], dim=-1)
     return engram_gate(

@@ -15,7 +15,7 @@ from engine.cache_view import CacheView
 from engine.config import ModelConfig
 from engine.network.rows import SegmentRows
 from engine.network.weights import IndexerWeights
-from plugins.indexer import index_scores
+from plugins.indexer import index_scores, round_queries
 from plugins.linear import linear
 from plugins.rope import apply_rope
 from plugins.topk_select import candidate_blocks, restrict_to_blocks, topk_select
@@ -84,7 +84,7 @@ def _scores(
     queries = torch.unflatten(linear(q_latent, weights.wq_b), -1, (heads, width))
     queries = apply_rope(queries, rows.positions, inv_freq)
     if cache.index_layout is not None:
-        queries = cache.index_layout.round(queries)
+        queries = round_queries(queries, cache.index_layout)
     head_weights = linear(u, weights.weights_proj) * (width**-0.5 * heads**-0.5)
     return index_scores(
         queries,

@@ -1,11 +1,16 @@
-"""The ratio-2 compressor's pooling: two tokens become one latent, channel by channel."""
+"""The ratio-2 compressor: the row before each row, and the pooling of two tokens to one latent."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from plugins.compressor.schema import POOL_PAIRS
+from plugins.compressor.schema import POOL_PAIRS, PREVIOUS_ROWS
 from plugins.registry import operator
+
+if TYPE_CHECKING:
+    from plugins.formats.rows import RowStore
 
 
 @operator(POOL_PAIRS)
@@ -20,3 +25,25 @@ def pool_pairs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     first, second = (e * a).unbind(1)
     weight_first, weight_second = e.unbind(1)
     return (first + second) / (weight_first + weight_second)
+
+
+@operator(PREVIOUS_ROWS)
+def previous_rows(
+    current: torch.Tensor,
+    tail: RowStore,
+    request: torch.Tensor,
+    is_first: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor,
+) -> torch.Tensor:
+    """The row before each row of current [T, c], [T, c]; then `current` is kept in the tail.
+
+    Rows of a request are neighbours. Where is_first bool [T], the row before comes from the tail
+    at read_slots int64 [R] of its request int64 [T], zeros at −1. write_slots int64 [T], −1 for
+    rows that need not be kept.
+    """
+    # Read before writing: a long chunk reuses the slot of the row that its first row needs.
+    stored = tail.read(read_slots, current.dtype)[request]
+    previous = torch.where(is_first.unsqueeze(-1), stored, current.roll(1, dims=0))
+    tail.write(write_slots, current)
+    return previous

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from plugins.elementwise import sigmoid
 from plugins.engram.layout import EngramLayout
-from plugins.engram.schema import ENGRAM_GATE, ENGRAM_ROWS
+from plugins.engram.schema import ENGRAM_GATE, ENGRAM_LOOKUP, ENGRAM_ROWS
 from plugins.registry import operator
+
+if TYPE_CHECKING:
+    from plugins.formats.rows import RowStore
 
 # The square root's argument is kept off zero, where its slope has no bound.
 _SQRT_FLOOR = 1e-6
@@ -56,6 +61,12 @@ def engram_rows(
     primes = torch.from_numpy(layout.primes).to(device).view(reach, -1)
     offsets = torch.from_numpy(layout.offsets).to(device).view(reach, -1)
     return (torch.stack(ngram_hashes, 1).unsqueeze(-1) % primes + offsets).flatten(1)
+
+
+@operator(ENGRAM_LOOKUP)
+def engram_lookup(table: RowStore, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The table's rows at int64 rows [T, columns], side by side: [T, columns·width] in `dtype`."""
+    return table.read(rows, dtype).flatten(1)
 
 
 @operator(ENGRAM_GATE)

@@ -13,7 +13,7 @@ ENGRAM_ROWS = OperatorSchema(
         TensorSpec("history", ("R", "n-1"), "int64"),
         TensorSpec("token_class", ("vocab",), "int64"),
     ),
-    outputs=(TensorSpec("rows", ("T", "columns"), "int64"),),
+    outputs=(TensorSpec("rows", ("T", "len(layout.primes)"), "int64"),),
     attributes=("layout", "pad_class", "dead_token_id"),
     ties="none: nothing is selected",
     deterministic="exact integers; a row depends on its own and the n − 1 previous tokens",
@@ -35,4 +35,17 @@ ENGRAM_GATE = OperatorSchema(
     ties="none: nothing is selected",
     deterministic="a row depends on its own inputs only",
     source="technical report, Engram (arXiv 2601.07372), context-aware gate",
+)
+
+ENGRAM_LOOKUP = OperatorSchema(
+    name="engram_lookup",
+    inputs=(
+        TensorSpec("table", ("slots", "width"), "rows"),
+        TensorSpec("rows", ("T", "columns"), "int64"),
+    ),
+    outputs=(TensorSpec("memory", ("T", "columns*width")),),
+    attributes=("dtype",),
+    ties="none: nothing is selected",
+    deterministic="a copy: a row depends on its own table rows only",
+    source="technical report, Engram (arXiv 2601.07372), lookup",
 )

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from plugins.indexer.schema import INDEX_SCORES
+from plugins.formats.records import RecordLayout
+from plugins.indexer.schema import INDEX_SCORES, ROUND_QUERIES
 from plugins.registry import operator
 
 if TYPE_CHECKING:
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 # the batch. 64 rows that read different keys gather 32 MiB at 128 channels in float64.
 _ROW_TILE = 64
 _KEY_TILE = 512
+
+
+@operator(ROUND_QUERIES)
+def round_queries(queries: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
+    """queries [T, h, dk], each head's rounded as a stored key is; same shape and dtype."""
+    return layout.round(queries)
 
 
 @operator(INDEX_SCORES)

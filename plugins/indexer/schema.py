@@ -1,4 +1,4 @@
-"""Contract of the index scores."""
+"""Contracts of the index scores."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ INDEX_SCORES = OperatorSchema(
         TensorSpec("request", ("T",), "int64"),
         TensorSpec("num_visible", ("T",), "int64"),
     ),
-    outputs=(TensorSpec("scores", ("T", "n")),),
+    outputs=(TensorSpec("scores", ("T", "n"), "wide"),),
     attributes=(),
     ties="none: nothing is selected; with few heads many scores are exactly 0",
     deterministic="a row depends on its own query and visible keys only: fixed row and key tiles "
     "of one product shape, whatever the other rows are and whatever n pads the keys to",
     source="technical report, compressed sparse attention, lightning indexer",
+)
+
+ROUND_QUERIES = OperatorSchema(
+    name="round_queries",
+    inputs=(TensorSpec("queries", ("T", "h", "dk")),),
+    outputs=(TensorSpec("rounded", ("T", "h", "dk")),),
+    attributes=("layout",),
+    ties="rounding to the record's format is to nearest, ties to the even code",
+    deterministic="a head's query depends on itself only",
+    source="technical report, compressed sparse attention, FP4 index keys and queries",
 )

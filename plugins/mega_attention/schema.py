@@ -9,7 +9,7 @@ MEGA_ATTENTION = OperatorSchema(
     inputs=(
         TensorSpec("q", ("T", "H", "d")),
         TensorSpec("positions", ("T",), "int64"),
-        TensorSpec("inv_freq", ("R/2",)),
+        TensorSpec("inv_freq", ("R/2",), "float64"),
         TensorSpec("window", ("slots", "d"), "rows"),
         TensorSpec("window_slots", ("T", "W"), "int64"),
         TensorSpec("main", ("slots", "d"), "rows", optional=True),

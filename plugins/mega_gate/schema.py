@@ -13,7 +13,10 @@ MEGA_GATE = OperatorSchema(
         TensorSpec("bias_image", ("E",), optional=True),
         TensorSpec("is_image", ("T",), "bool", optional=True),
     ),
-    outputs=(TensorSpec("ids", ("T", "k"), "int64"), TensorSpec("weights", ("T", "k"))),
+    outputs=(
+        TensorSpec("ids", ("T", "top_k"), "int64"),
+        TensorSpec("weights", ("T", "top_k"), "wide"),
+    ),
     attributes=("top_k", "route_scale", "gate_temp"),
     ties="of equal biased scores the lower expert id wins",
     deterministic="a row depends on its own input only; fixed row tiles on the CPU",

@@ -13,9 +13,9 @@ HC_MIX = OperatorSchema(
         TensorSpec("scale", ("3",)),
     ),
     outputs=(
-        TensorSpec("pre", ("T", "S")),
-        TensorSpec("post", ("T", "S")),
-        TensorSpec("comb", ("T", "S", "S")),
+        TensorSpec("pre", ("T", "S"), "wide"),
+        TensorSpec("post", ("T", "S"), "wide"),
+        TensorSpec("comb", ("T", "S", "S"), "wide"),
     ),
     attributes=("sinkhorn_iters", "hc_eps", "norm_eps"),
     ties="none: nothing is selected",

@@ -7,7 +7,7 @@ SCHEMA = OperatorSchema(
     inputs=(
         TensorSpec("x", ("T", "...", "d")),
         TensorSpec("positions", ("T",), kind="int64"),
-        TensorSpec("inv_freq", ("R/2",)),
+        TensorSpec("inv_freq", ("R/2",), kind="float64"),
     ),
     outputs=(TensorSpec("y", ("T", "...", "d")),),
     attributes=("inverse",),

@@ -6,9 +6,9 @@ SCHEMA = OperatorSchema(
     name="wo_a",
     inputs=(
         TensorSpec("o", ("T", "H", "d")),
-        TensorSpec("weight", ("G*N", "H/G*d"), kind="weight"),
+        TensorSpec("weight", ("N", "H/groups*d"), kind="weight"),
     ),
-    outputs=(TensorSpec("z", ("T", "G*N")),),
+    outputs=(TensorSpec("z", ("T", "N")),),
     attributes=("groups",),
     ties="rounding of the input to E4M3 is to nearest, ties to the even code",
     deterministic="a row depends on that row and the weight only (CPU: fixed row tiles)",

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from plugins.compressor import pool_pairs
+from plugins.compressor import pool_pairs, previous_rows
 from plugins.compressor.cases import CASES, PoolCase
+from plugins.formats.rows import ValueRows
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-6}
@@ -63,3 +64,18 @@ def test_gradients() -> None:
     operands = PoolCase("gradient", 3, 4).operands(torch.float64)
     inputs = [operands[name].requires_grad_() for name in ("a", "b")]
     assert torch.autograd.gradcheck(pool_pairs, inputs)
+
+
+def test_the_row_before_comes_from_the_batch_or_the_tail() -> None:
+    """Three requests; the first one's chunk overwrites the very slot that its first row reads."""
+    tail = ValueRows(torch.tensor([[10.0], [11], [12], [13], [14], [15]]))
+    previous = previous_rows(
+        torch.tensor([[1.0], [2], [3], [4], [5]]),
+        tail,
+        request=torch.tensor([0, 0, 0, 1, 2]),
+        is_first=torch.tensor([True, False, False, True, True]),
+        read_slots=torch.tensor([1, 2, -1]),
+        write_slots=torch.tensor([-1, 0, 1, 3, 4]),
+    )
+    assert previous.flatten().tolist() == [11, 1, 2, 12, 0]
+    assert tail.values.flatten().tolist() == [2, 3, 12, 4, 5, 15]
