@@ -15,13 +15,57 @@ pool is the null page: never written, never read. The tables belong to the pools
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from engine.cache_sizes import global_page_bytes, tail_bytes, tail_capacity, window_page_bytes
 from engine.config import ModelConfig
 from plugins.formats.records import RecordLayout, index_record, main_record, window_record
-from plugins.formats.rows import PackedRows, RowStore, ValueRows
+from plugins.formats.rows import Region, RowStore
+
+
+class PoolLayout:
+    """Where the rows of every layer and source lie in a page of their pool.
+
+    With `quantize` pages hold packed records (bytes), otherwise values; offsets count elements of
+    either. Raises ValueError when pages would split a pair.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, global_page_tokens: int, window_page_rows: int, quantize: bool
+    ) -> None:
+        self.config = config
+        self.global_page_tokens = global_page_tokens
+        self.window_page_rows = window_page_rows
+        self.main_layout = main_record(config.head_dim) if quantize else None
+        self.index_layout = index_record(config.index_head_dim) if quantize else None
+        self.window_layout = window_record(config.head_dim) if quantize else None
+        unit = None if quantize else 1
+        self.global_page_elements = global_page_bytes(config, global_page_tokens, value_bytes=unit)
+        self.window_page_elements = window_page_bytes(config, window_page_rows, value_bytes=unit)
+        self.tail_elements = tail_bytes(config, value_bytes=1)
+        self.main: dict[int, Region] = {}
+        self.index: dict[int, Region] = {}
+        offset = 0
+        for source in config.kv_source_layer_ids:
+            entries = global_page_tokens // config.ratio(source)
+            for regions, width, layout in (
+                (self.main, config.head_dim, self.main_layout),
+                (self.index, config.index_head_dim, self.index_layout),
+            ):
+                regions[source] = Region(offset, entries, width)
+                offset += entries * (width if layout is None else layout.bytes_per_row)
+        layer_elements = self.window_page_elements // config.num_layers_total
+        self.window = [
+            Region(layer * layer_elements, window_page_rows, config.head_dim)
+            for layer in range(config.num_layers_total)
+        ]
+        ring = tail_capacity(config)
+        self.tail = {
+            source: Region(i * ring * 2 * config.head_dim, ring, 2 * config.head_dim)
+            for i, source in enumerate(config.pair_source_layer_ids)
+        }
 
 
 class CachePools:
@@ -45,33 +89,26 @@ class CachePools:
         quantize: bool,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.config = config
-        self.global_page_tokens = global_page_tokens
-        self.window_page_rows = window_page_rows
-        self.window_layout = window_record(config.head_dim) if quantize else None
-        self.index_layout = index_record(config.index_head_dim) if quantize else None
-        self._main_layout = main_record(config.head_dim) if quantize else None
+        self.layout = PoolLayout(
+            config,
+            global_page_tokens=global_page_tokens,
+            window_page_rows=window_page_rows,
+            quantize=quantize,
+        )
+
+        def zeros(rows: int, elements: int, kind: torch.dtype) -> torch.Tensor:
+            return torch.zeros(rows, elements, dtype=kind, device=device)
 
         stored = torch.uint8 if quantize else dtype
-        value_bytes = None if quantize else dtype.itemsize
         tail_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.global_page_bytes = global_page_bytes(
-            config, global_page_tokens, value_bytes=value_bytes
-        )
-        self.window_page_bytes = window_page_bytes(
-            config, window_page_rows, value_bytes=value_bytes
-        )
-        self.tail_bytes = tail_bytes(config, value_bytes=tail_dtype.itemsize)
-
-        def zeros(rows: int, num_bytes: int, kind: torch.dtype) -> torch.Tensor:
-            return torch.zeros(rows, num_bytes // kind.itemsize, dtype=kind, device=device)
-
-        self.global_pages = zeros(num_global_pages, self.global_page_bytes, stored)
-        self.window_pages = zeros(num_window_pages, self.window_page_bytes, stored)
-        self.tails = zeros(num_slots, self.tail_bytes, tail_dtype)
-        self._main, self._index = self._global_stores()
-        self._window = self._window_stores()
-        self._tail = self._tail_stores()
+        self.global_pages = zeros(num_global_pages, self.layout.global_page_elements, stored)
+        self.window_pages = zeros(num_window_pages, self.layout.window_page_elements, stored)
+        self.tails = zeros(num_slots, self.layout.tail_elements, tail_dtype)
+        layout, pages = self.layout, self.global_pages
+        self._main = {s: r.store(pages, layout.main_layout) for s, r in layout.main.items()}
+        self._index = {s: r.store(pages, layout.index_layout) for s, r in layout.index.items()}
+        self._window = [r.store(self.window_pages, layout.window_layout) for r in layout.window]
+        self._tail = {s: r.store(self.tails, None) for s, r in layout.tail.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -89,38 +126,6 @@ class CachePools:
     def tail(self, source: int) -> RowStore:
         return self._tail[source]
 
-    def _global_stores(self) -> tuple[dict[int, RowStore], dict[int, RowStore]]:
-        main: dict[int, RowStore] = {}
-        index: dict[int, RowStore] = {}
-        offset = 0
-        for source in self.config.kv_source_layer_ids:
-            entries = self.global_page_tokens // self.config.ratio(source)
-            for stores, width, layout in (
-                (main, self.config.head_dim, self._main_layout),
-                (index, self.config.index_head_dim, self.index_layout),
-            ):
-                row = width if layout is None else layout.bytes_per_row
-                region = self.global_pages[:, offset : offset + entries * row]
-                stores[source] = _store(torch.unflatten(region, 1, (entries, row)), layout)
-                offset += entries * row
-        return main, index
-
-    def _window_stores(self) -> list[RowStore]:
-        layers, rows = self.config.num_layers_total, self.window_page_rows
-        pages = torch.unflatten(self.window_pages, 1, (layers, rows, -1))
-        return [_store(pages[:, layer], self.window_layout) for layer in range(layers)]
-
-    def _tail_stores(self) -> dict[int, RowStore]:
-        sources = self.config.pair_source_layer_ids
-        if not sources:
-            return {}
-        rings = torch.unflatten(self.tails, 1, (len(sources), tail_capacity(self.config), -1))
-        return {source: _store(rings[:, i], None) for i, source in enumerate(sources)}
-
-
-def _store(pages: torch.Tensor, layout: RecordLayout | None) -> RowStore:
-    return ValueRows(pages) if layout is None else PackedRows(pages, layout)
-
 
 @dataclass(frozen=True)
 class StepTables:
@@ -136,6 +141,21 @@ class StepTables:
     window_pages: torch.Tensor  # [R, window columns]
 
 
+class Pools(Protocol):
+    """The stores of all requests: memory, or tensors of a graph."""
+
+    @property
+    def layout(self) -> PoolLayout: ...
+
+    def window(self, layer: int) -> RowStore: ...
+
+    def main(self, source: int) -> RowStore: ...
+
+    def index(self, source: int) -> RowStore: ...
+
+    def tail(self, source: int) -> RowStore: ...
+
+
 class PagedCache:
     """The CacheView of one step over `pools`.
 
@@ -143,7 +163,7 @@ class PagedCache:
     rows of the step plus the window before the first one must fit in its ring of columns.
     """
 
-    def __init__(self, pools: CachePools, tables: StepTables) -> None:
+    def __init__(self, pools: Pools, tables: StepTables) -> None:
         self._pools = pools
         self._tables = tables
 
@@ -161,23 +181,23 @@ class PagedCache:
 
     @property
     def tail_capacity(self) -> int:
-        return tail_capacity(self._pools.config)
+        return tail_capacity(self._pools.layout.config)
 
     @property
     def window_layout(self) -> RecordLayout | None:
-        return self._pools.window_layout
+        return self._pools.layout.window_layout
 
     @property
     def index_layout(self) -> RecordLayout | None:
-        return self._pools.index_layout
+        return self._pools.layout.index_layout
 
     def window_slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        rows, table = self._pools.window_page_rows, self._tables.window_pages
+        rows, table = self._pools.layout.window_page_rows, self._tables.window_pages
         column = (position // rows) % table.shape[1]
         return _page_slots(table[request, column], position, rows)
 
     def entry_slots(self, ratio: int, request: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-        rows, table = self._pools.global_page_tokens // ratio, self._tables.global_pages
+        rows, table = self._pools.layout.global_page_tokens // ratio, self._tables.global_pages
         column = entry // rows
         page = table[request, column.clamp(0, table.shape[1] - 1)]
         page = torch.where(column < table.shape[1], page, 0)

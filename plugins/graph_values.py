@@ -28,7 +28,7 @@ from plugins.formats.records import (
     nvfp4_engram_record,
     window_record,
 )
-from plugins.formats.rows import PackedRows, RowStore, ValueRows
+from plugins.formats.rows import PackedRows, Region, RowStore, ValueRows
 from plugins.linear.weight import LinearWeight
 from plugins.moe import ExpertWeights
 from plugins.schema import TensorSpec
@@ -45,25 +45,6 @@ _RECORDS = {
 # As ONNX numbers them; the compute dtypes.
 _DTYPE_CODES = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16}
 _DTYPES = {code: dtype for dtype, code in _DTYPE_CODES.items()}
-
-
-@dataclass(frozen=True)
-class Region:
-    """Where a store's rows lie in every page: `rows` rows of `width` values, packed or not, from
-    element `offset` on. Slot = page · rows + row. A flat array is pages of one row each."""
-
-    offset: int
-    rows: int
-    width: int
-
-    def store(self, pages: torch.Tensor, record: RecordLayout | None) -> RowStore:
-        """The rows over pages [num_pages, elements]: packed records in uint8, else values."""
-        row = record.bytes_per_row if record and pages.dtype == torch.uint8 else self.width
-        stop = self.offset + self.rows * row
-        view = torch.unflatten(pages[:, self.offset : stop], 1, (self.rows, row))
-        if record is not None and pages.dtype == torch.uint8:
-            return PackedRows(view, record)
-        return ValueRows(view, record)
 
 
 @dataclass

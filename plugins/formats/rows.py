@@ -7,6 +7,7 @@ has been quantised. Slot −1 means "no row": reads give zeros, writes are dropp
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -88,3 +89,22 @@ class PackedRows:
     def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         kept = slots >= 0
         self.data[_place(self.data, slots[kept])] = self.layout.pack(values[kept])
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a store's rows lie in every page: `rows` rows of `width` values, packed or not, from
+    element `offset` on. Slot = page · rows + row. A flat array is pages of one row each."""
+
+    offset: int
+    rows: int
+    width: int
+
+    def store(self, pages: torch.Tensor, record: RecordLayout | None) -> RowStore:
+        """The rows over pages [num_pages, elements]: packed records in uint8, else values."""
+        row = record.bytes_per_row if record and pages.dtype == torch.uint8 else self.width
+        stop = self.offset + self.rows * row
+        view = torch.unflatten(pages[:, self.offset : stop], 1, (self.rows, row))
+        if record is not None and pages.dtype == torch.uint8:
+            return PackedRows(view, record)
+        return ValueRows(view, record)

@@ -153,23 +153,23 @@ class PoisonedPages:
 
     def extend(self, slot: int, first: int, stop: int) -> None:
         """Pages for rows first … stop − 1, after freeing those wholly below the window."""
-        rows = self.pools.window_page_rows
+        rows = self.pools.layout.window_page_rows
         for page in range(self._retired[slot], max(0, first - self._window + 1) // rows):
             self._free_window_page(slot, page % self._columns)
             self._retired[slot] = page + 1
         for page in range(first // rows, -(-stop // rows)):
             if not self.window_tables[slot, page % self._columns]:
                 self.window_tables[slot, page % self._columns] = self._free_window.pop()
-        for page in range(-(-stop // self.pools.global_page_tokens)):
+        for page in range(-(-stop // self.pools.layout.global_page_tokens)):
             if not self.global_tables[slot, page]:
                 self.global_tables[slot, page] = self._free_global.pop()
 
     def adopt(self, slot: int, owner: int, hit: int, first: int) -> None:
         """Give `slot` the global pages of the first `hit` tokens of `owner`; it starts at
         `first`, with no window page and a foreign tail."""
-        pages = -(-hit // self.pools.global_page_tokens)
+        pages = -(-hit // self.pools.layout.global_page_tokens)
         self.global_tables[slot, :pages] = self.global_tables[owner, :pages]
-        self._retired[slot] = first // self.pools.window_page_rows
+        self._retired[slot] = first // self.pools.layout.window_page_rows
 
     def release_private(self, slot: int) -> None:
         """Free the window pages and poison the tail: what preemption leaves of a slot."""

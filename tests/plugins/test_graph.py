@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plugins.engram import engram_layout
 from plugins.formats.records import index_record, nvfp4_engram_record, window_record
-from plugins.formats.rows import PackedRows, RowStore, ValueRows
+from plugins.formats.rows import PackedRows, Region, RowStore, ValueRows
 from plugins.graph import DOMAIN, graph_operator, graph_operators
 from plugins.graph_dims import bind, evaluate, shape_of
-from plugins.graph_values import GraphRows, Pages, Region
+from plugins.graph_values import GraphRows, Pages
 from plugins.mega_mhc.cases import ATTRIBUTES as MIX_ATTRIBUTES
 
 NAMES = [operator.name for operator in graph_operators()]
