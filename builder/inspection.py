@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from builder.checkpoint import Checkpoint
@@ -13,6 +13,7 @@ from builder.pack import check_world_size, rank_bytes
 from engine.cache_sizes import global_page_bytes, tail_bytes, window_page_bytes
 from engine.config import ConfigError, ModelConfig
 from engine.directory import Engine
+from engine.plans import PlanInfo, read_plans
 from engine.tensor_source import TensorSource
 
 # Memory of one GPU in units of 10^9 bytes, as the data sheets give it.
@@ -39,6 +40,7 @@ class Subject:
     quantization: Mapping[str, str]
     max_seq_len: int
     tp_size: int | None
+    plans: Mapping[str, PlanInfo] = field(default_factory=dict)
 
 
 def subject_of_config(name: str, config: ModelConfig) -> Subject:
@@ -80,6 +82,7 @@ def subject_of_engine(engine: Engine) -> Subject:
         engine.quantization,
         engine.build.max_seq_len,
         engine.build.tp_size,
+        read_plans(engine.path),
     )
 
 
@@ -113,6 +116,8 @@ def describe(subject: Subject, memory: int | None) -> dict[str, Any]:
         },
         "gpus": [_gpu_fit(subject, name, gb, longest) for name, gb in GPUS.items()],
     }
+    if subject.plans:
+        report["plans"] = {segment: _plan(plan) for segment, plan in subject.plans.items()}
     if memory is not None:
         report["capacity"] = _capacity(subject, memory, per_token, request)
     return report
@@ -173,6 +178,15 @@ def _largest_rank(subject: Subject, world_size: int) -> int:
     return -(-in_ranks // world_size)
 
 
+def _plan(plan: PlanInfo) -> dict[str, Any]:
+    return {
+        "built_by": f"{plan.library} {plan.version}",
+        "compute_capabilities": list(plan.compute_capabilities),
+        "bytes": plan.num_bytes,
+        "build_seconds": plan.seconds,
+    }
+
+
 def _divides(config: ModelConfig, world_size: int) -> bool:
     try:
         check_world_size(config, world_size)
@@ -224,6 +238,15 @@ def _lines(report: Mapping[str, Any]) -> Iterable[str]:
         yield f"  after weights             {_size(capacity['free_bytes']):>14}"
         yield f"  cached tokens             {capacity['cached_tokens']:>14,}"
         yield f"  requests of full length   {capacity['requests_at_max_seq_len']:>14,}"
+    if "plans" in report:
+        yield ""
+        yield "TensorRT plans"
+        for segment, plan in report["plans"].items():
+            runs_on = " or ".join(plan["compute_capabilities"])
+            yield (
+                f"  {segment:<10}{_size(plan['bytes']):>14}   by {plan['built_by']}, "
+                f"runs on compute capability {runs_on}"
+            )
     yield ""
     yield f"GPUs needed for weights and one request ({USABLE_SHARE:.0%} of the memory is used)"
     for gpu in report["gpus"]:

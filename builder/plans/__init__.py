@@ -1,0 +1,5 @@
+"""TensorRT plans of exported segments."""
+
+from builder.plans.backend import BACKENDS, PlanBackend, PlanError, PlanRequest
+
+__all__ = ["BACKENDS", "PlanBackend", "PlanError", "PlanRequest"]
