@@ -18,6 +18,7 @@ from engine.config import ConfigError, ModelConfig
 from engine.config_reader import read_config_file
 from engine.directory import GENERATION_CONFIG_NAME, TOKENIZER_CONFIG_NAME
 from engine.manifest import MANIFEST_NAME
+from engine.safetensors_file import TensorInfo
 from engine.tensor_source import FLOAT_DTYPES, CheckpointError, SafetensorsSource, TensorSource
 
 # Tensors of the released files that belong to the vision tower.
@@ -145,6 +146,8 @@ def check_weight(weight: WeightSpec, source: TensorSource) -> tuple[str, ...]:
     stored = source.describe(weight.name)
     requantized = requantized_format(weight, source)
     expected = weight.requantized(requantized) if requantized else weight.released()
+    if requantized == "nvfp4" and weight.input_scale_name in source:
+        expected[weight.input_scale_name] = TensorInfo("F32", ())
     if stored.dtype not in FLOAT_DTYPES and weight.scale_name is not None:
         for name, info in expected.items():
             if source.describe(name) != info:

@@ -99,11 +99,18 @@ def _parser() -> argparse.ArgumentParser:
     _option(
         quantize,
         "format",
-        choices=("nvfp4", "mxfp8", "nvfp4-experts", "as-released"),
+        choices=("nvfp4", "nvfp4-w4a4", "mxfp8", "nvfp4-experts", "as-released"),
         required=True,
-        help="all weights, or the experts only; as-released is FP8 and FP4",
+        help="all weights, or the experts only; w4a4 with inputs; as-released is FP8 and FP4",
     )
     _option(quantize, "recipe", type=Path, metavar="FILE.yaml", help="changes by class or by name")
+    _option(
+        quantize,
+        "calib_dataset",
+        type=Path,
+        metavar="FILE",
+        help="text or token ids for nvfp4-w4a4: .txt, .jsonl or .npy",
+    )
     _option(
         quantize,
         "unfit",

@@ -22,6 +22,7 @@ from builder.inspection import (
 from builder.presets import find_config, slice_config
 from builder.progress import Progress
 from builder.quantize import quantize_checkpoint
+from builder.quantize_calibrate import CalibrationData
 from builder.quantize_recipe import Recipe
 from builder.quantize_report import render_report
 from builder.random_checkpoint import init_checkpoint
@@ -100,9 +101,10 @@ def _quantize(args: argparse.Namespace) -> None:
         recipe = given.over(recipe)
     targets, unfit = recipe.targets(checkpoint.weights, args.unfit)
     _warn(unfit)
+    data = _calibration_data(args, checkpoint, needed="nvfp4-w4a4" in targets.values())
     try:
         report, warnings = quantize_checkpoint(
-            checkpoint, args.output_dir, targets, progress=Progress()
+            checkpoint, args.output_dir, targets, progress=Progress(), data=data
         )
     except KeyboardInterrupt:
         _warn(["complete shards are kept; the same command goes on with the next"])
@@ -110,6 +112,24 @@ def _quantize(args: argparse.Namespace) -> None:
     _warn(warnings)
     print(f"checkpoint {args.output_dir}")
     print("\n".join(render_report(report)))
+
+
+def _calibration_data(
+    args: argparse.Namespace, checkpoint: Checkpoint, *, needed: bool
+) -> CalibrationData | None:
+    """The data of --calib_dataset. Raises ConfigError when it is missing or has no use."""
+    path = args.calib_dataset
+    if needed and path is None:
+        raise ConfigError(
+            "calib_dataset: nvfp4-w4a4 measures the inputs of linear layers on data; give text "
+            "(.txt, .jsonl) or token ids (.jsonl, .npy)"
+        )
+    if path is not None and not needed:
+        raise ConfigError(
+            f"calib_dataset: {args.format} quantises weights only, which takes no data; leave it "
+            "out, or choose nvfp4-w4a4"
+        )
+    return None if path is None else CalibrationData.read(path, checkpoint)
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -112,12 +112,17 @@ def read_tokens(path: Path) -> npt.NDArray[np.integer[Any]]:
     return tokens
 
 
-def check_tokens(path: Path, tokens: npt.NDArray[np.integer[Any]], config: ModelConfig) -> None:
+def check_tokens(
+    path: Path,
+    tokens: npt.NDArray[np.integer[Any]],
+    config: ModelConfig,
+    option: str = "tokens",
+) -> None:
     """Raise ConfigError naming the first id that the model does not have."""
     outside = np.flatnonzero((tokens < 0) | (tokens >= config.vocab_size))
     if outside.size:
         first = int(outside[0])
         raise ConfigError(
-            f"tokens: expected ids 0 … {config.vocab_size - 1} in {path}, got {tokens[first]} "
+            f"{option}: expected ids 0 … {config.vocab_size - 1} in {path}, got {tokens[first]} "
             f"at position {first}"
         )

@@ -82,6 +82,11 @@ class WeightSpec:
         """The name without `.weight`; the names of companions begin so."""
         return self.name.removesuffix(".weight")
 
+    @property
+    def input_scale_name(self) -> str:
+        """The float32 [] tensor that holds the scale of a calibrated input, beside NVFP4 codes."""
+        return f"{self.base}.input_scale"
+
     def requantized(self, format: Requantized) -> dict[str, TensorInfo]:
         """The stored tensors of a weight that ModelOpt quantised: codes, scales of 32 (MXFP8) or
         16 (NVFP4) inputs of a row, and NVFP4's global scale."""

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,22 @@ import torch
 
 from builder.assemble import check_output
 from builder.checkpoint import Checkpoint, check_weight, requantized_format
-from builder.layout import WeightSpec
+from builder.layout import Requantized, WeightSpec
 from builder.progress import Progress
+from builder.quantize_calibrate import CalibrationData, input_scales
+from builder.quantize_companions import layer_formats, write_companions, write_json
 from builder.quantize_modelopt import (
     check_modelopt,
     global_scale,
     modelopt_version,
     quantize_rows,
 )
-from builder.quantize_recipe import Target, weight_class
+from builder.quantize_recipe import Target, stored_format, weight_class
 from builder.quantize_report import ClassTotals, merged
 from engine.config import ConfigError
-from engine.directory import (
-    CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
-    PARTIAL_SUFFIX,
-    TOKEN_CLASS_NAME,
-    TOKENIZER_CONFIG_NAME,
-    TOKENIZER_NAME,
-)
+from engine.directory import PARTIAL_SUFFIX
 from engine.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorInfo
-from engine.tensor_source import FLOAT_DTYPES, INDEX_NAME, CheckpointError
+from engine.tensor_source import FLOAT_DTYPES, CheckpointError
 from plugins.formats.released import (
     BLOCK,
     quantize_fp4_rows,
@@ -50,13 +45,11 @@ from plugins.formats.released import (
 )
 from plugins.linear import PackedFormat, PackedMatrix
 
-HF_QUANT_NAME = "hf_quant_config.json"
 REPORT_NAME = "report.json"
 _STATE_NAME = "quantize.state.json"
+_SCALES_NAME = "quantize.scales.json"
 _SUMS_SUFFIX = ".sums.json"
 _CHUNK_VALUES = 4 << 20
-_ALGORITHMS = {"nvfp4": "W4A16_NVFP4", "mxfp8": "MXFP8"}
-_GROUPS = {"nvfp4": 16, "mxfp8": 32}
 _RELEASED = {
     "fp8": (PackedFormat.FP8_BLOCKS, quantize_fp8_blocks),
     "fp4": (PackedFormat.FP4_ROWS, quantize_fp4_rows),
@@ -73,6 +66,10 @@ class _Job:
     names: tuple[str, ...]  # of its tensors in the source
     stored: Mapping[str, TensorInfo]
 
+    @property
+    def requantized(self) -> Requantized | None:
+        return stored_format(self.target)
+
 
 def quantize_checkpoint(
     checkpoint: Checkpoint,
@@ -80,21 +77,28 @@ def quantize_checkpoint(
     targets: Mapping[str, Target],
     *,
     progress: Progress,
+    data: CalibrationData | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Write `output` with each weight in its target format; returns the report and warnings.
 
-    `targets` has every weight by name. Raises ConfigError or CheckpointError with one sentence;
-    what is complete stays under the temporary name, and the same call resumes.
+    `targets` has every weight by name; those with calibrated inputs need `data`. Raises
+    ConfigError or CheckpointError with one sentence; what is complete stays under the temporary
+    name, and the same call resumes.
     """
     check_output(output)
+    calibrated = {w.base for w in checkpoint.weights if targets[w.name] == "nvfp4-w4a4"}
     jobs = {job.weight.name: job for job in _jobs(checkpoint, targets)}
-    needs_modelopt = any(job.target in _ALGORITHMS for job in jobs.values())
-    warnings = check_modelopt() if needs_modelopt else []
-    shards = _shards(checkpoint, jobs)
+    formats = layer_formats(checkpoint, targets, calibrated)
+    warnings = check_modelopt() if any(formats.values()) else []
+    shards = _shards(checkpoint, jobs, calibrated)
     needed = sum(info.num_bytes for stored in shards.values() for info in stored.values())
-    partial = _prepare(checkpoint, output, targets, needed)
+    partial = _prepare(checkpoint, output, targets, data, needed)
+    scales: dict[str, float] = {}
+    if data is not None:
+        scales, warned = _calibrated(checkpoint, partial, calibrated, data, progress)
+        warnings += warned
     progress.start("quantising", sum(f.path.stat().st_size for f in _files(checkpoint).values()))
-    run = _Run(checkpoint, jobs, progress)
+    run = _Run(checkpoint, jobs, scales, progress)
     for name, stored in shards.items():
         if (partial / name).is_file():
             progress.advance(_files(checkpoint)[name].path.stat().st_size)
@@ -110,9 +114,11 @@ def quantize_checkpoint(
         "kept_tensors": sum(len(stored) for stored in shards.values())
         - sum(len(job.stored) for job in jobs.values()),
     }
-    _write_companions(checkpoint, partial, targets, jobs, shards, report)
-    for path in (partial / _STATE_NAME, *(partial / (name + _SUMS_SUFFIX) for name in shards)):
-        path.unlink()
+    write_json(partial / REPORT_NAME, report)
+    released = any(job.target == "released" for job in jobs.values())
+    write_companions(checkpoint, partial, formats, shards, released=released)
+    for name in (_STATE_NAME, _SCALES_NAME, *(name + _SUMS_SUFFIX for name in shards)):
+        (partial / name).unlink(missing_ok=True)
     os.rename(partial, output)
     return report, warnings
 
@@ -121,10 +127,15 @@ class _Run:
     """Writes shards; holds nothing larger than a chunk."""
 
     def __init__(
-        self, checkpoint: Checkpoint, jobs: Mapping[str, _Job], progress: Progress
+        self,
+        checkpoint: Checkpoint,
+        jobs: Mapping[str, _Job],
+        scales: Mapping[str, float],
+        progress: Progress,
     ) -> None:
         self.source = checkpoint.source
         self.jobs = jobs
+        self.scales = {f"{name}.input_scale": scale for name, scale in scales.items()}
         self.progress = progress
 
     def write_shard(self, path: Path, stored: Mapping[str, TensorInfo]) -> None:
@@ -136,10 +147,12 @@ class _Run:
                 if job is not None:
                     title = str(weight_class(job.weight))
                     self._convert(writer, job, totals.setdefault(title, ClassTotals()))
+                elif name in self.scales:
+                    writer.write(name, torch.tensor(self.scales[name], dtype=torch.float32))
                 elif name in self.source:
                     self._copy(writer, name)
         sums = {title: asdict(total) for title, total in totals.items()}
-        _write_json(path.with_name(path.name + _SUMS_SUFFIX), sums)
+        write_json(path.with_name(path.name + _SUMS_SUFFIX), sums)
         os.replace(unfinished, path)
 
     def _copy(self, writer: SafetensorsWriter, name: str) -> None:
@@ -158,14 +171,14 @@ class _Run:
         source_bytes = sum(self.source.describe(name).num_bytes for name in job.names)
         first = self._values(job, *chunks[0])
         amax = float(first.abs().amax())
-        if job.target == "nvfp4" and len(chunks) > 1:  # its global scale needs all rows
+        if job.requantized == "nvfp4" and len(chunks) > 1:  # its global scale needs all rows
             amax = max(float(self._values(job, *chunk).abs().amax()) for chunk in chunks)
         for chunk in chunks:
             values = first if chunk == chunks[0] else self._values(job, *chunk)
             matrix = self._write_rows(writer, job, values, amax)
             totals.add_rows(values, matrix)
             self.progress.advance(source_bytes * (chunk[1] - chunk[0]) // weight.shape[0])
-        if job.target == "nvfp4":
+        if job.requantized == "nvfp4":
             writer.write(f"{weight.base}.weight_scale_2", global_scale(weight.name, amax))
         totals.tensors += 1
         totals.values += weight.shape[0] * weight.shape[1]
@@ -177,8 +190,8 @@ class _Run:
     ) -> PackedMatrix:
         weight = job.weight
         rows, columns = values.shape
-        if job.target == "nvfp4" or job.target == "mxfp8":
-            quantized = quantize_rows(weight.name, values, job.target, amax)
+        if job.requantized is not None:
+            quantized = quantize_rows(weight.name, values, job.requantized, amax)
             for name, tensor in quantized.stored(weight.name, weight.base).items():
                 writer.write(name, tensor)
             return quantized.matrix
@@ -226,10 +239,10 @@ def _jobs(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> Iterator[_Jo
         names = check_weight(weight, checkpoint.source)
         if target == "source" or not weight.shape[0]:
             continue
-        if target in ("nvfp4", "mxfp8"):
-            if requantized_format(weight, checkpoint.source) == target:
-                continue  # it is so already
-            yield _Job(weight, target, names, weight.requantized(target))
+        requantized = stored_format(target)
+        if requantized is not None:
+            if requantized_format(weight, checkpoint.source) != requantized:
+                yield _Job(weight, target, names, weight.requantized(requantized))
         elif tuple(names) != tuple(weight.released()):
             yield _Job(weight, target, names, weight.released())
 
@@ -240,7 +253,9 @@ def _files(checkpoint: Checkpoint) -> dict[str, SafetensorsFile]:
     return {file.path.name: file for file in map(source.file_of, source.names())}
 
 
-def _shards(checkpoint: Checkpoint, jobs: Mapping[str, _Job]) -> dict[str, dict[str, TensorInfo]]:
+def _shards(
+    checkpoint: Checkpoint, jobs: Mapping[str, _Job], calibrated: Collection[str]
+) -> dict[str, dict[str, TensorInfo]]:
     """The tensors of every output shard; a converted weight stays in the shard of its codes."""
     replaced = {name for job in jobs.values() for name in job.names}
     shards: dict[str, dict[str, TensorInfo]] = {}
@@ -251,6 +266,9 @@ def _shards(checkpoint: Checkpoint, jobs: Mapping[str, _Job]) -> dict[str, dict[
                 stored |= jobs[name].stored
             elif name not in replaced and name in checkpoint.source:
                 stored[name] = info
+            base = name.removesuffix(".weight")
+            if base != name and base in calibrated:
+                stored[f"{base}.input_scale"] = TensorInfo("F32", ())
         shards[shard] = stored
     return shards
 
@@ -263,8 +281,29 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, shape[0])
 
 
+def _calibrated(
+    checkpoint: Checkpoint,
+    partial: Path,
+    names: Collection[str],
+    data: CalibrationData,
+    progress: Progress,
+) -> tuple[dict[str, float], list[str]]:
+    """Input scales, those of an interrupted run where it had come so far, and warnings."""
+    path = partial / _SCALES_NAME
+    if path.is_file():
+        return json.loads(path.read_text()), []
+    scales, warnings = input_scales(checkpoint, names, data, progress)
+    write_json(path.with_name(path.name + PARTIAL_SUFFIX), scales)
+    os.replace(path.with_name(path.name + PARTIAL_SUFFIX), path)
+    return scales, warnings
+
+
 def _prepare(
-    checkpoint: Checkpoint, output: Path, targets: Mapping[str, Target], needed: int
+    checkpoint: Checkpoint,
+    output: Path,
+    targets: Mapping[str, Target],
+    data: CalibrationData | None,
+    needed: int,
 ) -> Path:
     """The directory to write in, with the complete shards of an interrupted run of the same kind.
 
@@ -276,7 +315,10 @@ def _prepare(
         for name, file in _files(checkpoint).items()
     }
     text = json.dumps([str(checkpoint.directory.resolve()), dict(targets), files], sort_keys=True)
-    state = {"run": hashlib.sha256(text.encode()).hexdigest(), "modelopt": modelopt_version()}
+    digest = hashlib.sha256(text.encode())
+    for piece in () if data is None else data.pieces:
+        digest.update(repr(piece.tolist()).encode())
+    state = {"run": digest.hexdigest(), "modelopt": modelopt_version()}
     path = partial / _STATE_NAME
     if not path.is_file() or json.loads(path.read_text()) != state:
         if partial.exists():
@@ -291,73 +333,5 @@ def _prepare(
             f"output_dir: {needed - done:,} bytes are still to be written to {output.parent}, and "
             f"{free:,} are free; make room or choose another disk"
         )
-    _write_json(path, state)
+    write_json(path, state)
     return partial
-
-
-def _write_companions(
-    checkpoint: Checkpoint,
-    partial: Path,
-    targets: Mapping[str, Target],
-    jobs: Mapping[str, _Job],
-    shards: Mapping[str, Mapping[str, TensorInfo]],
-    report: Mapping[str, Any],
-) -> None:
-    """Configuration, index, tokenizer, and what ModelOpt's readers expect."""
-    for name in (
-        TOKENIZER_NAME,
-        TOKENIZER_CONFIG_NAME,
-        GENERATION_CONFIG_NAME,
-        TOKEN_CLASS_NAME,
-    ):
-        if (checkpoint.directory / name).is_file():
-            shutil.copyfile(checkpoint.directory / name, partial / name)
-    weight_map = {name: shard for shard, stored in shards.items() for name in stored}
-    total = sum(info.num_bytes for stored in shards.values() for info in stored.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(partial / INDEX_NAME, index)
-    config = json.loads((checkpoint.directory / CONFIG_NAME).read_text())
-    quantization = _hf_quantization(checkpoint, targets)
-    if quantization is not None:
-        producer = {"name": "modelopt", "version": modelopt_version()}
-        whole = {"producer": producer, "quantization": quantization}
-        _write_json(partial / HF_QUANT_NAME, whole)
-        config["quantization_config"] = {**whole["quantization"], "quant_method": "modelopt"}
-    elif any(job.target == "released" for job in jobs.values()):
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [32, 32],
-            "scale_fmt": "ue8m0",
-            "expert_dtype": "fp4",
-        }
-    _write_json(partial / CONFIG_NAME, config)
-    _write_json(partial / REPORT_NAME, report)
-
-
-def _hf_quantization(
-    checkpoint: Checkpoint, targets: Mapping[str, Target]
-) -> dict[str, Any] | None:
-    """ModelOpt's description: one algorithm for all, or one for each layer; None without any."""
-    layers: dict[str, dict[str, Any]] = {}
-    excluded: list[str] = []
-    for weight in checkpoint.weights:
-        target = targets[weight.name]
-        if target == "source":
-            target = requantized_format(weight, checkpoint.source) or "source"
-        if target in _ALGORITHMS:
-            algorithm = {"quant_algo": _ALGORITHMS[target], "group_size": _GROUPS[target]}
-            layers[weight.base] = algorithm
-        elif len(weight.shape) == 2 and weight.name.endswith(".weight"):
-            excluded.append(weight.base)
-    if not layers:
-        return None
-    kinds = {layer["quant_algo"]: layer for layer in layers.values()}
-    common: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": sorted(excluded)}
-    if len(kinds) == 1:
-        return {**next(iter(kinds.values())), **common}
-    return {"quant_algo": "MIXED_PRECISION", **common, "quantized_layers": layers}
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1))

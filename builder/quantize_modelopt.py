@@ -13,9 +13,10 @@ import functools
 import io
 import logging
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,6 +27,9 @@ from plugins.formats.rounding import E2M1_MAX, E4M3_MAX
 from plugins.linear import PackedFormat, PackedMatrix
 
 TESTED_VERSION = "0.47.0"
+# ModelOpt's names: weights only, weights with MXFP8 inputs, weights with calibrated NVFP4 inputs.
+LayerFormat = Literal["w4a16_nvfp4", "mxfp8", "nvfp4"]
+_GROUPS: Mapping[LayerFormat, int] = {"w4a16_nvfp4": 16, "mxfp8": 32, "nvfp4": 16}
 _NVFP4_MAX = E2M1_MAX * E4M3_MAX
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
@@ -45,7 +49,7 @@ class QuantizedRows:
 def check_modelopt() -> list[str]:
     """Warnings about the installed ModelOpt. Raises ConfigError when there is none."""
     try:
-        _modelopt()
+        modelopt()
     except ImportError as error:
         raise ConfigError(
             f"quantisation to NVFP4 or MXFP8 needs NVIDIA ModelOpt, tested with {TESTED_VERSION}, "
@@ -68,6 +72,24 @@ def modelopt_version() -> str | None:
         return None
 
 
+def describe_layers(
+    formats: Mapping[str, LayerFormat | None],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ModelOpt's descriptions of modules by name: hf_quant_config.json (without its producer), and
+    quantization_config of config.json."""
+    with quiet():
+        from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+        from modelopt.torch.export.quant_utils import process_layer_quant_config
+
+        layers: dict[str, str | int | None] = {}
+        for name, layer_format in formats.items():
+            layers[f"{name}.quantization"] = layer_format
+            if layer_format is not None:
+                layers[f"{name}.awq_block_size"] = _GROUPS[layer_format]
+        description = {"quantization": process_layer_quant_config(layers)}
+        return description, convert_hf_quant_config_format(description)
+
+
 def global_scale(name: str, amax: float) -> torch.Tensor:
     """NVFP4's float32 [] scale of a weight with this largest magnitude; 1 for zeros only."""
     if 0 < amax < _NVFP4_MAX * _SMALLEST_NORMAL:
@@ -85,13 +107,12 @@ def quantize_rows(
 
     Raises CheckpointError when our decoding of the stored bytes is not ModelOpt's.
     """
-    mtq = _modelopt()
+    mtq = modelopt()
     config = mtq.W4A16_NVFP4_CFG if format == "nvfp4" else mtq.MXFP8_DEFAULT_CFG
     linear = torch.nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(values.clone(), requires_grad=False)
     module = torch.nn.ModuleDict({"linear": linear})
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with quiet(), torch.no_grad():
         module = mtq.quantize(module, copy.deepcopy(config))
         quantizer: Any = module["linear"].weight_quantizer
         if format == "nvfp4":
@@ -123,15 +144,22 @@ def quantize_rows(
     return QuantizedRows(matrix, decoded)
 
 
-@functools.cache
-def _modelopt() -> Any:
-    """ModelOpt's quantisation module; its import takes many seconds and is noisy."""
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep ModelOpt's notes, warnings and progress off the terminal."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            import modelopt.torch.quantization as mtq
+            yield
     finally:
         logging.disable(before)
+
+
+@functools.cache
+def modelopt() -> Any:
+    """ModelOpt's quantisation module; its import takes many seconds."""
+    with quiet():
+        import modelopt.torch.quantization as mtq
     return mtq

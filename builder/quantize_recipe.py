@@ -2,7 +2,8 @@
 
 A recipe is YAML: one line `class: format` for each of CLASSES that changes, and under `tensors`
 patterns of names, of which the last that matches decides. A class that is not named keeps its
-source format. Formats: nvfp4, mxfp8, released (FP8 and FP4 as the model was released), source.
+source format. Formats: nvfp4, nvfp4-w4a4 (the same, and the scales of NVFP4 inputs, which need
+calibration), mxfp8, released (FP8 and FP4 as the model was released), source.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from builder.layout import WeightSpec
+from builder.layout import Requantized, WeightSpec
 from engine.config import ConfigError
 
-Target = Literal["nvfp4", "mxfp8", "released", "source"]
+Target = Literal["nvfp4", "nvfp4-w4a4", "mxfp8", "released", "source"]
 Unfit = Literal["keep", "refuse"]
 
-NAMED_RECIPES = ("nvfp4", "mxfp8", "nvfp4-experts", "as-released")
+NAMED_RECIPES = ("nvfp4", "nvfp4-w4a4", "mxfp8", "nvfp4-experts", "as-released")
 CLASSES = (
     "experts",
     "shared_experts",
@@ -33,7 +34,17 @@ CLASSES = (
     "engram_rows",
 )
 # Inputs of a row that share a scale.
-_GROUPS = {"nvfp4": 16, "mxfp8": 32, "released": 32}
+_GROUPS = {"nvfp4": 16, "nvfp4-w4a4": 16, "mxfp8": 32, "released": 32}
+# Classes whose inputs can be calibrated: wo_a takes unrounded inputs, a table is looked up, and a
+# drafter's inputs depend on what it drafts.
+_CALIBRATED = ("experts", "shared_experts", "linears", "indexer")
+
+
+def stored_format(target: Target) -> Requantized | None:
+    """ModelOpt's layout of a weight with this target, None where it has none."""
+    if target == "nvfp4-w4a4":
+        return "nvfp4"
+    return target if target == "nvfp4" or target == "mxfp8" else None
 
 
 def weight_class(weight: WeightSpec) -> str | None:
@@ -121,6 +132,11 @@ class Recipe:
                     raise ConfigError(f"{reason}; give it the format source in a recipe")
                 warnings.append(f"{reason}; kept at its source precision")
                 target = "source"
+            if target == "nvfp4-w4a4" and weight_class(weight) not in _CALIBRATED:
+                raise ConfigError(
+                    f"recipe {self.origin}: {weight.name} cannot be nvfp4-w4a4, which is for "
+                    f"{', '.join(_CALIBRATED)}; give it the format nvfp4"
+                )
             targets[weight.name] = target
         return targets, warnings
 

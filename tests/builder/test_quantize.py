@@ -83,7 +83,7 @@ def test_last_pattern_decides_over_the_class(small_dir: Path, tmp_path: Path) ->
     ("text", "said"),
     [
         ("expert: nvfp4", "expert is not a class; expected experts, "),
-        ("experts: int4", "experts: expected one of nvfp4, mxfp8, released, source, got int4"),
+        ("experts: int4", "expected one of nvfp4, nvfp4-w4a4, mxfp8, released, source, got int4"),
         ("tensors: {'layers.99.*': nvfp4}", "no tensor matches layers.99.*"),
         ("tensors: {'*.attn_norm.weight': nvfp4}", "layers.0.attn_norm.weight and the like"),
         ("- nvfp4", "expected lines of class: format, got list"),
@@ -150,8 +150,8 @@ class _Stop(Progress):
         super().__init__()
         self.left = num_bytes
 
-    def advance(self, num_bytes: int) -> None:
-        self.left -= num_bytes
+    def advance(self, amount: int) -> None:
+        self.left -= amount
         if self.left < 0:
             raise KeyboardInterrupt
 
@@ -287,7 +287,7 @@ def test_missing_modelopt_says_what_to_install(
     for name in [name for name in sys.modules if name.partition(".")[0] == "modelopt"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "modelopt", None)  # its import fails
-    quantize_modelopt._modelopt.cache_clear()
+    quantize_modelopt.modelopt.cache_clear()
     assert quantize(small_dir, tmp_path / "out", "nvfp4") == 1
     complaint = capsys.readouterr().err
     assert "needs NVIDIA ModelOpt, tested with 0.47.0, and it cannot be imported" in complaint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,42 @@ def test_report_and_description(quantized: tuple[str, Path]) -> None:
     assert {"head", "embed", "layers.0.ffn.gate"} <= set(quantization["exclude_modules"])
 
 
+def test_modelopts_export_writes_the_same_tensors(
+    quantized: tuple[str, Path], float_dir: Path
+) -> None:
+    """ModelOpt's checkpoint export, experts included: names, bytes, and its description."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export.quant_utils import get_quant_config
+    from modelopt.torch.export.unified_export_hf import _process_quantized_modules
+
+    format, directory = quantized
+    source, made = Checkpoint.open(float_dir).source, Checkpoint.open(directory).source
+    names = ["layers.0.attn.wq_b", "layers.2.ffn.experts.1.w2", "layers.3.ffn.shared_experts.w1"]
+    model = torch.nn.Module()
+    for name in names:
+        values = source.read(f"{name}.weight").clone()
+        linear = torch.nn.Linear(values.shape[1], values.shape[0], bias=False)
+        linear.weight = torch.nn.Parameter(values)
+        place = model
+        *path, last = name.split(".")
+        for part in path:
+            if part not in dict(place.named_children()):
+                place.add_module(part, torch.nn.Module())
+            place = place.get_submodule(part)
+        place.add_module(last, linear)
+    config = mtq.W4A16_NVFP4_CFG if format == "nvfp4" else mtq.MXFP8_DEFAULT_CFG
+    model = mtq.quantize(model, config)
+    described = get_quant_config(model)["quantization"]
+    ours = json.loads((directory / "hf_quant_config.json").read_text())["quantization"]
+    assert {**described, "exclude_modules": ours["exclude_modules"]} == ours
+    _process_quantized_modules(model, torch.float32)
+    exported = {name: t for name, t in model.state_dict().items() if "quantizer" not in name}
+    assert exported.keys() == {name for name in made.names() if name.rpartition(".")[0] in names}
+    for name, tensor in exported.items():
+        stored = made.read(name).view(-1).view(torch.uint8)
+        assert torch.equal(tensor.contiguous().view(-1).view(torch.uint8), stored), name
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_quantised_checkpoint_becomes_an_engine(
     quantized: tuple[str, Path], tp_size: int, tmp_path: Path
@@ -121,7 +158,14 @@ def test_nvfp4_experts_beside_the_released_rest(small_dir: Path, tmp_path: Path)
     changed = {name for name in before if after.get(name) != before[name]}
     assert changed == {n for n in before if ".experts." in n and n.startswith("layers.")}
     described = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
-    assert "mtp.0.ffn.experts.0.w1" in described["exclude_modules"]
+    assert described["quant_algo"] == "W4A16_NVFP4"
+
+    def excluded(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in described["exclude_modules"])
+
+    assert excluded("mtp.0.ffn.experts.0.w1")
+    assert excluded("layers.2.attn.wo_a")
+    assert not excluded("layers.2.ffn.experts.3.w2")
 
 
 def test_streaming_in_small_chunks_writes_the_same(
