@@ -13,7 +13,6 @@ cache, so that every answer follows a hit and its replay. `--ablate` is a diagno
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 import time
@@ -21,8 +20,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from examples.tinyflash import compare
 from examples.tinyflash.ablations import ABLATIONS, ablated
@@ -36,7 +33,7 @@ from examples.tinyflash.evaluation import (
     report,
     table,
 )
-from examples.tinyflash.in_process import InProcess, Int32Array
+from examples.tinyflash.in_process import InProcess, Int32Array, origin
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,15 +86,6 @@ def evaluate(arguments: argparse.Namespace) -> Report:
         }
     )
     return report(asked, answers, seed=arguments.seed, settings=settings, seconds=seconds)
-
-
-def origin(engine: Path, device: str) -> dict[str, Any]:
-    """What made the answers: the engine, by its manifest, and what ran it."""
-    manifest = (engine / "manifest.json").read_bytes()
-    where = {"device": device, "threads": torch.get_num_threads()}  # float32's last bits depend
-    if device != "cpu":
-        where = {"device": torch.cuda.get_device_name(device)}
-    return {"engine": hashlib.sha256(manifest).hexdigest()[:16], "torch": torch.__version__} | where
 
 
 def _answers(

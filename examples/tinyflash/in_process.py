@@ -7,6 +7,7 @@ On a GPU the engine's limits decide the speed: build it for as many requests and
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -140,6 +141,18 @@ class Pending:
             cached_tokens=self._last.cached_tokens,
             num_output_tokens=self._num_output_tokens,
         )
+
+
+def origin(engine_dir: Path, device: str) -> dict[str, Any]:
+    """What made the answers: the engine, by its manifest, and what ran it."""
+    manifest = (engine_dir / "manifest.json").read_bytes()
+    where = {"device": device, "threads": torch.get_num_threads()}  # float32's last bits depend
+    if device != "cpu":
+        where = {"device": torch.cuda.get_device_name(device)}
+    return {
+        "engine": hashlib.sha256(manifest).hexdigest()[:16],
+        "torch": str(torch.__version__),
+    } | where
 
 
 def moved(value: Value, device: str) -> Value:

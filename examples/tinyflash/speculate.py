@@ -15,6 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +24,13 @@ from engine.batch import DraftBatch, Int32Array, RaggedBatch, StepArrays
 from engine.contiguous_cache import ContiguousCache
 from engine.directory import Engine
 from engine.network import Network
-from examples.tinyflash.evaluation import questions
-from examples.tinyflash.in_process import moved
+from examples.tinyflash import device as device_operators
+from examples.tinyflash.evaluation import ANSWER_TOKENS, digest, questions
+from examples.tinyflash.in_process import moved, origin
 from examples.tinyflash.tokenizer import EOS_ID, encoder
 from python_backend.text.chat_input import ChatRequest
 
-_REQUESTS_PER_BATCH = 64
+_REQUESTS_PER_BATCH = {"cpu": 64, "cuda": 512}
 
 
 @dataclass
@@ -142,8 +144,9 @@ def generate(
     """
     outputs: list[list[int]] = []
     accepted = [0] * (network.config.dspark_block_size + 1)
-    for first in range(0, len(prompts), _REQUESTS_PER_BATCH):
-        some = prompts[first : first + _REQUESTS_PER_BATCH]
+    size = _REQUESTS_PER_BATCH[network.weights.embed.device.type]
+    for first in range(0, len(prompts), size):
+        some = prompts[first : first + size]
         requests = _Requests(network, some, max_tokens)
         live = list(range(len(some)))
         made: list[list[int]] = [[] for _ in some]
@@ -189,37 +192,56 @@ def _until_end(tokens: list[int], end_id: int, room: int) -> list[int]:
     return tokens[: tokens.index(end_id) + 1] if end_id in tokens else tokens
 
 
+def acceptance(
+    engine_dir: Path, *, limit: int, seed: int, max_tokens: int, dtype: str, device: str
+) -> dict[str, Any]:
+    """Held-out word problems answered with drafts and without.
+
+    `accepted[k]` verifications took k drafts; `acceptance_by_position` counts all verifications;
+    `share_of_texts_that_differ` compares the tokens of the two answers. Raises ConfigError for a
+    model without draft stages.
+    """
+    if device != "cpu":
+        device_operators.install()
+    engine = Engine.open(engine_dir)
+    weights = moved(engine.load_weights(getattr(torch, dtype)), device)
+    network = Network(engine.config, weights)
+    asked = questions("arithmetic", limit, seed)
+    prompts = [
+        np.array(encoder().encode(ChatRequest([_user(q.prompt)]).render()), dtype=np.int32)
+        for q in asked
+    ]
+    drafted, plain = (
+        generate(network, prompts, max_tokens=max_tokens, end_id=EOS_ID, drafts=drafts)
+        for drafts in (True, False)
+    )
+    differ = sum(a != b for a, b in zip(drafted.outputs, plain.outputs, strict=True))
+    return {
+        "n": len(prompts),
+        "seed": seed,
+        "asked": digest([q.prompt for q in asked]),
+        "settings": {"dtype": dtype, "max_tokens": max_tokens} | origin(engine_dir, device),
+        "accepted_per_verification": drafted.mean_accepted,
+        "acceptance_by_position": drafted.acceptance_by_position,
+        "accepted": drafted.accepted,
+        "share_of_texts_that_differ": differ / len(prompts),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--engine", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=64, help="arithmetic questions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=ANSWER_TOKENS)
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    engine = Engine.open(options.engine)
-    dtype = getattr(torch, options.dtype)
-    network = Network(engine.config, moved(engine.load_weights(dtype), options.device))
-    prompts = [
-        np.array(encoder().encode(ChatRequest([_user(q.prompt)]).render()), dtype=np.int32)
-        for q in questions("arithmetic", options.limit, options.seed, (4096, 8000))
-    ]
-    runs = {
-        drafts: generate(
-            network, prompts, max_tokens=options.max_tokens, end_id=EOS_ID, drafts=drafts
-        )
-        for drafts in (True, False)
-    }
-    differ = sum(a != b for a, b in zip(runs[True].outputs, runs[False].outputs, strict=True))
-    made = {
-        "dtype": options.dtype,
-        "n": len(prompts),
-        "accepted_per_verification": runs[True].mean_accepted,
-        "acceptance_by_position": runs[True].acceptance_by_position,
-        "share_of_texts_that_differ": differ / len(prompts),
-    }
+    made = acceptance(
+        options.engine, limit=options.limit, seed=options.seed, max_tokens=options.max_tokens,
+        dtype=options.dtype, device=options.device,
+    )  # fmt: skip
     print(json.dumps(made, indent=1))
     if options.json:
         options.json.write_text(json.dumps(made, indent=1) + "\n")

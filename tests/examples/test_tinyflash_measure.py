@@ -1,0 +1,82 @@
+"""The list of runs, and how a measurement is interrupted, resumed and survives a failing run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from builder.cli import main as build
+from engine.directory import Engine
+from examples.tinyflash import measure
+from examples.tinyflash.compare import paired
+from examples.tinyflash.measure import AcceptanceJob, Job, Sizes
+from examples.tinyflash.tokenizer import TOKENIZER_FILE
+
+CONFIG = Path(__file__).resolve().parents[2] / "examples" / "tinyflash" / "config.json"
+SIZES = Sizes(arithmetic=2, retrieval=2, seed=9, document_tokens=(200, 264), max_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained TinyFlash."""
+    folder = tmp_path_factory.mktemp("measure")
+    made = ["init", f"--config={CONFIG}", f"--output_dir={folder / 'c'}"]
+    assert build([*made, f"--tokenizer={TOKENIZER_FILE}"]) == 0
+    made = ["engine", f"--checkpoint_dir={folder / 'c'}", f"--output_dir={folder / 'e'}"]
+    assert build([*made, "--max_batch_size=4", "--max_num_tokens=512", "--max_seq_len=512"]) == 0
+    return folder / "e"
+
+
+def test_every_claim_has_its_runs(engine: Path) -> None:
+    """A window is 16 rows: replays of 0, 1/4, 1/2, 1, 2 and 4 windows, cold and warm."""
+    names = [
+        name for job in measure.jobs(Engine.open(engine).config) for name in job.files.values()
+    ]
+    assert len(names) == len(set(names))
+    lengths = [0, 4, 8, 16, 32, 64]
+    expected = {f"{task}.exact.{cache}.json" for task in ("arithmetic", "retrieval")
+                for cache in ("cold", "warm")}  # fmt: skip
+    expected |= {name.replace("exact", f"replay-{n}") for name in expected for n in lengths}
+    expected |= {f"{task}.no-{name}.cold.json" for task in ("arithmetic", "retrieval")
+                 for name in ("engram", "indexer", "global")}  # fmt: skip
+    expected |= {"arithmetic.float64.cold.json"}
+    expected |= {"acceptance.float32.json", "acceptance.float64.json"}
+    assert set(names) == expected
+
+
+def test_what_is_there_is_kept(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = ("cold", "warm")
+    there = Job("retrieval", "replay-16", caches=both)
+    failing = Job("arithmetic", "replay-16", {"replay_length": -1})
+    last = Job("retrieval", "replay-0", {"replay_length": 0}, caches=both)
+    monkeypatch.setattr(measure, "jobs", lambda config: [there, failing, last])
+    for name in there.files.values():
+        (tmp_path / name).write_text("kept")
+    ended = list(measure.measure(engine, tmp_path, SIZES, device="cpu", workers=1))
+    assert [job for job, _, _ in ended] == [failing, last]
+    assert "replay_length of at least 0, got -1" in (ended[0][1] or "")
+    assert ended[1][1] is None
+    assert (tmp_path / there.files["cold"]).read_text() == "kept"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *there.files.values(), *last.files.values()
+    }  # fmt: skip
+    cold, warm = (json.loads((tmp_path / last.files[cache]).read_text()) for cache in both)
+    assert paired(cold, warm)["n"] == 2
+    assert cold["mean_cached_tokens"] == 0
+    assert warm["mean_cached_tokens"] >= 160  # whole pages of 32 of some 200 tokens
+    assert warm["settings"]["warm"] is True
+    # An untrained model answers nothing, so the mistakes that are kept are all records.
+    assert [record["correct"] for record in cold["records"]] == [False, False]
+
+
+def test_acceptance(engine: Path) -> None:
+    job = AcceptanceJob("float64")
+    made = job.run(engine, SIZES, "cpu")[job.files["cold"]]
+    assert (made["n"], made["settings"]["dtype"]) == (2, "float64")
+    assert made["share_of_texts_that_differ"] == 0.0
+    assert len(made["acceptance_by_position"]) == 5
+    assert sum(made["acceptance_by_position"]) == pytest.approx(made["accepted_per_verification"])
