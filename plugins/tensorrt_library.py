@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from types import ModuleType
 
@@ -38,7 +38,6 @@ class Library:
 
     name: str
     module: str
-    package: str
     tested: str | None
     needs_gpu_to_build: bool
     install: str
@@ -48,7 +47,6 @@ class Library:
 TENSORRT = Library(
     name="tensorrt",
     module="tensorrt",
-    package="tensorrt",
     tested=None,
     needs_gpu_to_build=True,
     install="install TensorRT 10.14 or newer from NVIDIA, or use NVIDIA's container",
@@ -57,7 +55,6 @@ TENSORRT = Library(
 TENSORRT_RTX = Library(
     name="tensorrt-rtx",
     module="tensorrt_rtx_bindings",
-    package=_BINDINGS,
     tested="1.7.1.116",
     needs_gpu_to_build=False,
     install=f"pip install {_BINDINGS}==1.7.1.116 {_LIBRARIES}==0.5.0",
@@ -66,14 +63,13 @@ TENSORRT_RTX = Library(
 LIBRARIES = {library.name: library for library in (TENSORRT, TENSORRT_RTX)}
 
 
+@functools.cache
 def installed_version(library: Library) -> str | None:
     """The version of the Python package, None where there is none. Imports nothing."""
     if importlib.util.find_spec(library.module) is None:
         return None
-    try:
-        return version(library.package)
-    except PackageNotFoundError:
-        return None
+    packages = packages_distributions().get(library.module)
+    return version(packages[0]) if packages else "of unknown version"
 
 
 def missing(library: Library) -> str | None:
@@ -88,7 +84,7 @@ def missing(library: Library) -> str | None:
     except TensorRtError as error:
         return str(error)
     # A binding of another version than its library ends the process, not the call.
-    if not found.startswith(core.name.removeprefix(f"{_CORE}.")):
+    if not f"{found}.".startswith(f"{core.name.removeprefix(f'{_CORE}.')}."):
         return (
             f"expected {_BINDINGS} and the library {core.name} to have one version, got {found}; "
             f"{library.install}"

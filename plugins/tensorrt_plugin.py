@@ -257,7 +257,7 @@ class _Plugin(_Derived):
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
         made = self.node.output_dtypes([torch_dtype(one) for one in input_types])
-        return [_trt_dtype(self.trt, dtype) for dtype in made]
+        return [trt_dtype(self.trt, dtype) for dtype in made]
 
     def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> list[Any]:
         shapes = [list(one) for one in inputs]
@@ -337,6 +337,6 @@ def _derived(methods: type, trt: ModuleType) -> Any:
     return type(methods.__name__, (methods, *bases), {"trt": trt, "bases": bases})
 
 
-def _trt_dtype(trt: ModuleType, dtype: torch.dtype) -> Any:
+def trt_dtype(trt: ModuleType, dtype: torch.dtype) -> Any:
     names = {made: name for name, made in _DTYPES.items()}
     return getattr(trt.DataType, names[dtype])

@@ -13,23 +13,31 @@ from plugins.tensorrt_library import TensorRtError
 from plugins.tensorrt_plugin import OPERANDS, attribute_text
 
 
-def adapt(model: onnx.ModelProto) -> None:
-    """Change the model in place. Raises TensorRtError for a node that no operator can run."""
+def adapt(model: onnx.ModelProto) -> dict[str, str]:
+    """Change the model in place.
+
+    Returns output to input for the outputs that are an input's memory, written in place. Raises
+    TensorRtError for a node that no operator can run.
+    """
+    for node in model.graph.node:
+        if node.domain == DOMAIN:
+            _check(node, _operator(node))
+    aliased = _aliases(model)
     packed = {one.name for one in (*model.graph.input, *model.graph.output)}
     for node in model.graph.node:
         if node.domain == DOMAIN:
             packed.update(node.output)
-            _check(node, _operator(node))
             _adapt(node)
     values = (*model.graph.input, *model.graph.output, *model.graph.value_info)
     for value in values:
         kind = value.type.tensor_type
         if value.name in packed and kind.elem_type == onnx.TensorProto.UINT8:
             kind.elem_type = onnx.TensorProto.INT8
+    return aliased
 
 
-def aliases(model: onnx.ModelProto) -> dict[str, str]:
-    """Output to the graph input whose memory it is, written by any number of nodes in turn."""
+def _aliases(model: onnx.ModelProto) -> dict[str, str]:
+    """Any number of nodes may write the memory in turn."""
     source = {one.name: one.name for one in model.graph.input}
     for node in model.graph.node:
         if node.domain == DOMAIN:

@@ -21,7 +21,7 @@ import onnx
 import torch
 from google.protobuf.message import DecodeError
 
-from builder.plans.dialect import adapt, aliases
+from builder.plans.dialect import adapt
 from builder.plans.ranges import Range, shapes
 from engine.plans import Binding, PlanInfo
 from plugins.tensorrt_library import LIBRARIES, TensorRtError, load
@@ -54,8 +54,7 @@ def build(task: Mapping[str, Any]) -> PlanInfo:
     network = builder.create_network(strongly_typed)
     parser = trt.OnnxParser(network, log)
     model = _read(Path(task["onnx"]))
-    aliased = aliases(model)
-    adapt(model)
+    aliased = adapt(model)
     # The path is where the parser looks for weights outside of the model.
     if not parser.parse(model.SerializeToString(), task["onnx"]):
         raise TensorRtError(_parser_error(parser, library.name, log))
