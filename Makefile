@@ -10,7 +10,7 @@ help:  ## list the tasks
 setup:  ## make .venv with everything needed to build, serve and test
 	@scripts/setup.sh
 
-demo: setup  ## build an engine, serve it with the real Triton server, stream answers
+demo: setup  ## build TinyFlash, serve it with the real Triton server, ask it questions
 	@OMP_NUM_THREADS=2 $(VENV)/python -m examples.demo
 
 test: lint  ## lint, types and every test that this machine can run

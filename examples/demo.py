@@ -1,97 +1,116 @@
-"""The whole road in one command: checkpoint → engine → Triton server → streamed tokens.
+"""The whole road in one command: checkpoint → engine → Triton server → answers as they stream.
 
     python -m examples.demo
 
-Builds an engine from the golden TINY checkpoint, serves it with the real Triton server twice
-(bounded replay on, then off) and streams the same prompt over gRPC and HTTP. The answers must be
-the golden ones, token for token; the golden vectors come from an independent implementation.
+Builds an engine from the trained TinyFlash checkpoint, serves it with the real Triton server and
+asks questions whose answers are known; the model has seen none of the first three. How many rows it
+ran again after a prefix hit is read from the server's metrics.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-from safetensors.numpy import load_file
-
-from client import DeploymentError, GenerateRequest, GrpcClient, HttpClient
-from client.stream import GenerateStream
+from client import Chat, DeploymentError, GrpcClient
+from examples.tinyflash import retrieval
+from examples.tinyflash.arithmetic import heldout_arithmetic
+from examples.tinyflash.dialogue import phrases
+from examples.tinyflash.evaluation import aligned
+from examples.tinyflash.scoring import final_number, stated_value
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKPOINT = ROOT / "tests" / "vectors" / "tiny"
+CHECKPOINT = ROOT / "examples" / "tinyflash" / "checkpoint"
 RUN = ROOT / "runs" / "demo"
 PORTS = {"http": 8400, "grpc": 8401, "metrics": 8402}
-PROMPT_TOKENS = 20
-
-Tokens = npt.NDArray[np.int32]
+DOCUMENT_TOKENS = 3000
+SEED = "demonstration"
+METRICS_SECONDS = 5.0
+INDENT = "    "
 
 
 class DemoError(Exception):
     """The demonstration did not show what it promises."""
 
 
+class Asked(NamedTuple):
+    """One question: what is sent, what the screen shows of it, and how its answer is judged."""
+
+    title: str
+    prompt: str
+    shown: str
+    expected: str
+    found: Callable[[str], str | None]  # what an answer says
+
+
+class Turn(NamedTuple):
+    """What happened. Times in seconds; counts are tokens, as the server says."""
+
+    title: str
+    is_right: bool
+    prompt: int
+    cached: int
+    replayed: int
+    output: int
+    first_token: float
+    rest: float  # from the first token to the last
+
+
 def main() -> int:
     started = time.monotonic()
-    golden = load_file(CHECKPOINT / "golden_quant.safetensors")
-    prompt = golden["tokens"].astype(np.int32)
     try:
-        engine = build_engine()
-        replayed = golden["greedy_from_20_replay"].astype(np.int32)
-        # Hits in steps of 32 tokens: the golden prompt is shorter, so each protocol runs it cold.
-        with served(engine, 2, "bounded replay on (the default)", "--global-page-tokens=32"):
-            compare(prompt, replayed)
-            show_prefix_hit(prompt, replayed)
-        with served(engine, 3, "bounded replay off: the exact mode", "--no-swa-bounded-replay"):
-            compare(prompt, golden["greedy_from_20"].astype(np.int32))
+        engine = build_engine(RUN / "engine")
+        with served(engine):
+            turns = converse(f"127.0.0.1:{PORTS['grpc']}", metrics_url(), DOCUMENT_TOKENS)
+        title("4. What happened")
+        print(table(turns))
+        print(second_turn(turns[1], turns[2]))
     except (DemoError, DeploymentError) as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     print(
-        "\nThe two modes differ from the 19th token on, and both are right: with bounded replay the"
+        f"\n{sum(turn.is_right for turn in turns)} of {len(turns)} answers are right. Done in "
+        f"{time.monotonic() - started:.0f} s.\n\n"
+        f"Serve it yourself:  .venv/bin/dsv41-serve --engine {engine.relative_to(ROOT)}\n"
+        "Talk with it:       .venv/bin/dsv41-client chat\n"
+        "Judge it:           .venv/bin/dsv41-client eval --task arithmetic --limit 100"
     )
-    print(
-        "decoder half of the model saw the prompt's last window only. The golden vectors have both."
-    )
-    print(f"Done in {time.monotonic() - started:.0f} s. Every token was the expected one.")
-    print(f"Serve it yourself:  .venv/bin/dsv41-serve --engine {engine.relative_to(ROOT)}")
-    print("Ask it:             .venv/bin/dsv41-client generate --input-ids 5,6,7")
     return 0
 
 
-def build_engine() -> Path:
+def build_engine(engine: Path) -> Path:
     title("1. An engine from a checkpoint")
-    engine = RUN / "engine"
-    shutil.rmtree(RUN, ignore_errors=True)
-    RUN.mkdir(parents=True)
-    classes = str(CHECKPOINT / "golden_quant.safetensors")
-    command("dsv41-build", "engine", "--checkpoint_dir", str(CHECKPOINT), "--output_dir",
-            str(engine), "--token_class", classes)  # fmt: skip
-    command("dsv41-build", "inspect", "--engine", str(engine))
+    shutil.rmtree(engine.parent, ignore_errors=True)
+    engine.parent.mkdir(parents=True)
+    command("dsv41-build", "engine", f"--checkpoint_dir={CHECKPOINT}", f"--output_dir={engine}")
     return engine
 
 
 @contextmanager
-def served(engine: Path, number: int, what: str, *options: str) -> Iterator[None]:
+def served(engine: Path) -> Iterator[None]:
     """The engine behind a real Triton server until the block ends."""
-    title(f"{number}. Served by the Triton server, {what}")
-    log = RUN / "server.log"
+    title("2. Served by the Triton server")
+    log = engine.parent / "server.log"
     ports = [f"--{name}-port={port}" for name, port in PORTS.items()]
     server = subprocess.Popen(
-        [script("dsv41-serve"), "--engine", str(engine), "--log-file", str(log), *ports, *options],
+        [script("dsv41-serve"), "--engine", str(engine), "--log-file", str(log), *ports],
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert server.stdout is not None
         for line in server.stdout:
-            print("   ", line.rstrip())
+            print(INDENT + line.rstrip(), flush=True)
             if "metrics" in line and "http://" in line:
                 break
         else:
@@ -99,52 +118,128 @@ def served(engine: Path, number: int, what: str, *options: str) -> Iterator[None
         yield
     finally:
         server.terminate()
-        rest, _ = server.communicate(timeout=60)
-        print("".join(f"    {line}\n" for line in rest.splitlines()), end="")
+        server.communicate(timeout=60)
     if server.returncode:
         raise DemoError(f"the server stopped with status {server.returncode}; its log is {log}")
 
 
-def compare(prompt: Tokens, expected: Tokens) -> None:
-    """The first tokens of the golden prompt over both protocols, checked token by token."""
-    request = GenerateRequest(input_ids=prompt[:PROMPT_TOKENS], max_tokens=len(expected), end_id=-1)
-    print(f"\n    {PROMPT_TOKENS} prompt tokens, {len(expected)} to generate:")
-    with GrpcClient(f"127.0.0.1:{PORTS['grpc']}") as grpc:
-        check("gRPC", grpc.stream(request), expected)
-    with HttpClient(f"127.0.0.1:{PORTS['http']}") as http:
-        check("HTTP", http.stream(request), expected)
+def converse(url: str, metrics: str, document_tokens: int) -> list[Turn]:
+    """Three conversations over gRPC, the second one with a second turn; answers are streamed."""
+    title("3. Questions")
+    problem, found, again, talk = questions(document_tokens)
+    with GrpcClient(url) as client:
+        reader = Chat(client)
+        turns = [(Chat(client), problem), (reader, found), (reader, again), (Chat(client), talk)]
+        return [ask(chat, asked, metrics) for chat, asked in turns]
 
 
-def check(name: str, stream: GenerateStream, expected: Tokens) -> None:
-    print(f"    {name}  ", end="", flush=True)
-    with stream:
-        for chunk in stream:
-            print(*chunk.output_ids, end=" ", flush=True)
-        result = stream.result()
-    print()
-    if not np.array_equal(result.output_ids, expected):
-        raise DemoError(f"{name}: expected {expected.tolist()}, got {result.output_ids.tolist()}")
-    print(f"          equal to the golden tokens; {result.cached_tokens} prompt tokens were cached")
+def questions(document_tokens: int) -> tuple[Asked, Asked, Asked, Asked]:
+    """A word problem, two facts in one document, and a word about the model itself."""
+    rng = Random(SEED)
+    (problem, *_) = heldout_arithmetic(1, 0)
+    text, facts = retrieval.document(rng, document_tokens, 2, held_out=True)
+    first, second = (retrieval.question(rng, fact) for fact in facts)
+    words = text.text.split()
+    excerpt = f"{' '.join(words[:30])} … ({len(words) - 60} words) … {' '.join(words[-30:])}"
+    talk = next(t for t in phrases()["small_talk"] if "What can you do?" in t["user"])
+    return (
+        Asked("word problem", problem.prompt, problem.prompt, problem.answer, final_number),
+        Asked("fact in a document", f"{text.text}\n\n{first}", f"{excerpt}\n\n{first}",
+              facts[0].value, stated_value),
+        Asked("another, same document", second, second, facts[1].value, stated_value),
+        Asked("about itself", "What can you do?", "What can you do?", talk["assistant"], str),
+    )  # fmt: skip
 
 
-def show_prefix_hit(prompt: Tokens, answer: Tokens) -> None:
-    """A second turn: everything said so far, and more."""
-    turn = np.concatenate([prompt[:PROMPT_TOKENS], answer, prompt[PROMPT_TOKENS:]])
-    with GrpcClient(f"127.0.0.1:{PORTS['grpc']}") as grpc:
-        result = grpc.generate(GenerateRequest(input_ids=turn, max_tokens=4, end_id=-1))
-    print(
-        f"\n    A longer prompt on the same prefix: {result.num_input_tokens} tokens, of which\n"
-        f"    {result.cached_tokens} came from the prefix cache (only the window before the hit "
-        f"was run again)."
+def ask(chat: Chat, asked: Asked, metrics: str) -> Turn:
+    """One turn on the screen: the question, the answer as it comes, and whether it is right."""
+    before = counted(metrics)
+    print(f"\n{INDENT}{asked.title}")
+    for paragraph in asked.shown.split("\n"):
+        print("\n".join(f"  > {line}" for line in textwrap.wrap(paragraph, 92) or [""]))
+    print(f"\n{INDENT}", end="", flush=True)
+    asked_at = time.perf_counter()
+    with chat.ask(asked.prompt) as answer:
+        for chunk in answer:
+            print(chunk.text_output.replace("\n", f"\n{INDENT}"), end="", flush=True)
+        ended = time.perf_counter()
+    result = answer.result()
+    found = asked.found(result.text_output)
+    is_right = found == asked.expected
+    wrong = f"WRONG: expected {asked.expected}, got {found or 'no answer of that form'}"
+    print(f"\n\n{INDENT}→ {'right' if is_right else wrong}")
+    output = int(result.output_ids.size)
+    after = counted(metrics, output=before["output"] + output)
+    first = answer.time_to_first_token
+    assert first is not None
+    return Turn(
+        title=asked.title,
+        is_right=is_right,
+        prompt=result.num_input_tokens or 0,
+        cached=result.cached_tokens or 0,
+        replayed=after["replayed"] - before["replayed"],
+        output=output,
+        first_token=first,
+        rest=ended - asked_at - first,
     )
-    if not result.cached_tokens:
-        raise DemoError("the second prompt shares its prefix with the first and hit nothing")
+
+
+def counted(metrics: str, *, output: int = 0) -> dict[str, int]:
+    """The server's token counters by kind, once they show at least `output` tokens of answers."""
+    deadline = time.monotonic() + METRICS_SECONDS
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(metrics, timeout=METRICS_SECONDS) as response:
+            body = response.read().decode()
+        found = re.findall(r'^dsv41_tokens_total\{kind="(\w+)"\} (\S+)$', body, re.MULTILINE)
+        totals = {kind: int(float(value)) for kind, value in found}
+        if totals.get("output", -1) >= output:
+            return totals
+        time.sleep(0.05)
+    raise DemoError(f"{metrics} did not show {output} tokens of answers")
+
+
+def table(turns: list[Turn]) -> str:
+    rows = [("question", "prompt", "cached", "replayed", "answer", "first token", "tokens/s", "")]
+    for turn in turns:
+        rate = (turn.output - 1) / turn.rest if turn.output > 1 else 0.0
+        rows.append(
+            (
+                turn.title,
+                f"{turn.prompt:,}",
+                f"{turn.cached:,}",
+                f"{turn.replayed:,}",
+                f"{turn.output:,}",
+                f"{turn.first_token:.2f} s",
+                f"{rate:.1f}",
+                "right" if turn.is_right else "WRONG",
+            )
+        )
+    return "\n".join(INDENT + line for line in aligned(rows))
+
+
+def second_turn(first: Turn, second: Turn) -> str:
+    """What the prefix cache saved. Raises DemoError when it saved nothing."""
+    if not second.cached:
+        raise DemoError("the second turn repeats the first one's document and hit nothing")
+    return "\n" + textwrap.fill(
+        f"The second turn about the document found {second.cached:,} of its {second.prompt:,} "
+        f"prompt tokens in the prefix cache and ran {second.replayed} rows before them again "
+        f"(bounded replay: one window). Its first token came after {second.first_token:.2f} s, the "
+        f"first turn's after {first.first_token:.2f} s.",
+        96,
+        initial_indent=INDENT,
+        subsequent_indent=INDENT,
+    )
+
+
+def metrics_url() -> str:
+    return f"http://127.0.0.1:{PORTS['metrics']}/metrics"
 
 
 def command(name: str, *arguments: str) -> None:
-    print(f"    $ {name} {' '.join(arguments[:1])} …", flush=True)
+    print(f"{INDENT}$ {name} {' '.join(arguments[:1])} …", flush=True)
     done = subprocess.run([script(name), *arguments], text=True, capture_output=True)
-    print("".join(f"    {line}\n" for line in done.stdout.splitlines()), end="")
+    print("".join(f"{INDENT}{line}\n" for line in done.stdout.splitlines()), end="")
     if done.returncode:
         raise DemoError(f"{name} failed: {done.stderr.strip()}")
 

@@ -95,6 +95,7 @@ class TritonPythonModel:
         self._keys = itertools.count(1)
         self._model = ServedModel.open(Path(engine_dir), parameters, _log_progress)
         self._gauges = _Gauges()
+        self._counters = _Counters()
         self._responder = Responder(self._model.core.cancel, self._tick)
         self._model.start()
         try:
@@ -171,6 +172,10 @@ class TritonPythonModel:
         self._gauges.set("window", statistics.num_window_pages_used)
         self._gauges.set("running", statistics.num_running)
         self._gauges.set("waiting", statistics.num_waiting)
+        self._counters.advance("prompt", statistics.num_prompt_tokens)
+        self._counters.advance("cached", statistics.num_cached_tokens)
+        self._counters.advance("replayed", statistics.num_replayed_rows)
+        self._counters.advance("output", statistics.num_output_tokens)
         if self._drain_file is None:
             return
         if self._drain_until is None:
@@ -205,6 +210,25 @@ class _Gauges:
         if self._values.get(name) != value:  # each call is a round trip to the server's process
             self._metrics[name].set(value)
             self._values[name] = value
+
+
+class _Counters:
+    """Totals since the model was loaded, its own tokens at start included. One thread only."""
+
+    def __init__(self) -> None:
+        self._tokens = pb_utils.MetricFamily(
+            name="dsv41_tokens_total",
+            description="Tokens of prompts, of them cached, of these run again, and of answers",
+            kind=pb_utils.MetricFamily.COUNTER,
+        )
+        kinds = ("prompt", "cached", "replayed", "output")
+        self._metrics = {kind: self._tokens.Metric(labels={"kind": kind}) for kind in kinds}
+        self._totals = dict.fromkeys(kinds, 0)
+
+    def advance(self, kind: str, total: int) -> None:
+        if total != self._totals[kind]:
+            self._metrics[kind].increment(total - self._totals[kind])
+            self._totals[kind] = total
 
 
 class _TritonReply:

@@ -154,6 +154,16 @@ class Deployment:
 
     def gauges(self) -> dict[str, float]:
         """Our gauges, by "name label": pages used and requests."""
+        return {
+            name: value for name, value in self._metrics().items() if "tokens_total" not in name
+        }
+
+    def tokens(self) -> dict[str, int]:
+        """Our counters, by kind."""
+        found = self._metrics().items()
+        return {name.split()[1]: int(value) for name, value in found if "tokens_total" in name}
+
+    def _metrics(self) -> dict[str, float]:
         body = get(self.metrics, "/metrics")[1].decode()
         found = re.findall(r'^dsv41_(\w+)\{\w+="(\w+)"\} (\S+)$', body, flags=re.MULTILINE)
         return {f"{name} {label}": float(value) for name, label, value in found}
