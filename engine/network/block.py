@@ -33,9 +33,8 @@ def embed(tokens: torch.Tensor, table: torch.Tensor, config: ModelConfig) -> Res
     """Every stream starts as the token's embedding; the first collapse takes stream 0."""
     streams = table[tokens].unsqueeze(1).expand(-1, config.hc_mult, -1)
     wide = torch.promote_types(streams.dtype, torch.float32)
-    pre = torch.zeros(streams.shape[:2], dtype=wide, device=streams.device)
-    pre[:, 0] = 1.0
-    return Residual(streams, pre)
+    first = torch.arange(config.hc_mult, device=streams.device) == 0
+    return Residual(streams, first.to(wide).expand(streams.shape[0], -1))
 
 
 def collapse(residual: Residual, norm: torch.Tensor, config: ModelConfig) -> torch.Tensor:

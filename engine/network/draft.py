@@ -87,10 +87,9 @@ class Draft:
         config = self._config
         block = config.dspark_block_size
         rows = self._block_rows(batch, cache)
-        tokens = torch.full_like(
-            batch.anchors.unsqueeze(1).expand(-1, block), config.dspark_noise_token_id
-        )
-        tokens[:, 0] = batch.anchors
+        anchors = batch.anchors.unsqueeze(1)
+        noise = torch.full_like(anchors, config.dspark_noise_token_id).expand(-1, block - 1)
+        tokens = torch.cat([anchors, noise], dim=1)
         residual = embed(tokens.flatten(), self._embed, config)
         for layer, stage in enumerate(self._weights.stages, config.num_hidden_layers):
             u = collapse(residual, stage.attn_norm, config)
@@ -135,7 +134,7 @@ class Draft:
         block, window = self._config.dspark_block_size, self._config.sliding_window
         device = batch.anchors.device
         offset = torch.arange(block, device=device)
-        places = torch.arange(len(batch.anchors) * block, device=device)
+        places = torch.arange(batch.anchors.shape[0] * block, device=device)
         context = window_keys(batch.positions - 1, batch.request, batch.floor, cache, window)
         return BlockRows(
             positions=(batch.positions.unsqueeze(1) + offset).flatten(),
