@@ -19,7 +19,7 @@ from typing import Any
 
 import onnx
 import torch
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from builder.plans.dialect import adapt
 from builder.plans.ranges import Range, shapes
