@@ -5,6 +5,7 @@
     dsv41-build quantize --checkpoint_dir ckpt --format nvfp4 --output_dir ckpt-nvfp4
     dsv41-build inspect --engine engine --memory 80GiB
     dsv41-build verify  --engine engine --checkpoint ckpt --tokens t.npy --min_agreement 0.95
+    dsv41-build trtllm  --engine engine --output_dir trtllm
     dsv41-build forward --checkpoint ckpt --tokens t.npy --mode both --hit 40 --out o.safetensors
 
 Options are spelled as trtllm-build spells them, with - or _. Bad input ends the command with one
@@ -127,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     _option(inspect, "memory", metavar="SIZE", help="capacity with this much, such as 80GiB")
     _option(inspect, "verify", action="store_true", help="compare all hashes of an engine")
     _option(inspect, "json", action="store_true", help="one JSON object, sizes in bytes")
+
+    trtllm = _command(commands, "trtllm", "write what TensorRT-LLM needs to serve an engine")
+    _option(trtllm, "engine", "engine_dir", type=Path, required=True)
+    _option(trtllm, "output_dir", type=Path, required=True, help="directory to make")
 
     forward = _command(commands, "forward", "run the reference network")
     subject = forward.add_mutually_exclusive_group(required=True)

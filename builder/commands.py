@@ -26,6 +26,8 @@ from builder.quantize_calibrate import CalibrationData
 from builder.quantize_recipe import Recipe
 from builder.quantize_report import render_report
 from builder.random_checkpoint import init_checkpoint
+from builder.trtllm import TARGET_VERSION
+from builder.trtllm.export import write_adapter
 from builder.verify import verify
 from engine.config import ConfigError
 from engine.directory import BuildConfig, Engine
@@ -159,6 +161,11 @@ def _subject(args: argparse.Namespace) -> Subject:
     return subject_of_config(args.config, config)
 
 
+def _trtllm(args: argparse.Namespace) -> None:
+    write_adapter(Engine.open(args.engine), args.output_dir)
+    print(f"{args.output_dir}: for TensorRT-LLM {TARGET_VERSION}; next steps: docs/tensorrt-llm.md")
+
+
 def _warn(warnings: Sequence[str]) -> None:
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -169,6 +176,7 @@ _COMMANDS = {
     "init": _init,
     "quantize": _quantize,
     "inspect": _inspect,
+    "trtllm": _trtllm,
     "forward": forward,
     "verify": verify,
 }

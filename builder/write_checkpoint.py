@@ -12,7 +12,7 @@ import torch
 from builder.layout import FileSpec, WeightSpec, checkpoint_files
 from builder.progress import Progress
 from engine.config import ModelConfig
-from engine.directory import CONFIG_NAME
+from engine.directory import ARCHITECTURE, CONFIG_NAME
 from engine.safetensors_file import SafetensorsWriter, TensorInfo
 from engine.tensor_source import INDEX_NAME
 from plugins.formats.released import (
@@ -77,7 +77,7 @@ def released_config(config: ModelConfig, *, quantized: bool) -> dict[str, Any]:
         "tie_word_embeddings": False,
     }
     result: dict[str, Any] = {
-        "architectures": ["DeepseekV41ForCausalLM"],
+        "architectures": [ARCHITECTURE],
         "model_type": "deepseek_v41",
         **tokens,
         "dtype": "bfloat16" if quantized else "float32",

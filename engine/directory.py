@@ -1,11 +1,15 @@
 """The engine directory: what `dsv41-build engine` writes and an executor opens.
 
-    config.json               format version, model, build and quantisation, Engram table files
+    config.json               pretrained_config and build_config, Engram table files; see below
     rankN.safetensors         weights of rank N; names, dtypes and scales as in the checkpoint
     engram.L.bin              rows of layer L's table from byte 0 on, no header, shared by all ranks
     token_class.npy           int32 [vocab_size], Engram class of each token id
     tokenizer.json, tokenizer_config.json, generation_config.json      where there are any
     manifest.json             sizes and hashes of all of these, written last
+
+config.json has the shape of TensorRT-LLM's engines (1.2): `pretrained_config` is the model with its
+architecture, mapping of ranks and quantisation, `build_config` the limits. Quantisation is told per
+class of weights, and there is no dtype, which is chosen when serving.
 
 Built under `<name>.partial` and renamed when complete.
 """
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["PARTIAL_SUFFIX", "BuildConfig", "Engine", "EngineError", "EngramTableFile", "rank_file"]
 
 PARTIAL_SUFFIX = ".partial"
+ARCHITECTURE = "DeepseekV41ForCausalLM"
 CONFIG_NAME = "config.json"
 TOKEN_CLASS_NAME = "token_class.npy"
 TOKENIZER_NAME = "tokenizer.json"
@@ -134,24 +139,33 @@ class Engine:
             if name not in manifest.files:
                 raise EngineError(f"{path} is not an engine: its manifest does not list {name}")
         raw = json.loads((path / CONFIG_NAME).read_text())
-        config, _ = read_config(raw["model"])
+        model = raw["pretrained_config"]
+        quantization, mapping = model.pop("quantization"), model.pop("mapping")
+        del model["architecture"]
+        config, _ = read_config(model)
         return Engine(
             path=path,
             config=config,
-            build=BuildConfig(**raw["build"]),
-            quantization=raw["quantization"],
+            build=BuildConfig(**raw["build_config"], tp_size=mapping["tp_size"]),
+            quantization=quantization,
             tables=tuple(EngramTableFile(**entry) for entry in raw["engram_tables"]),
             manifest=manifest,
         )
 
     def config_json(self) -> str:
         """The text of config.json."""
+        limits = asdict(self.build)
+        ranks = limits.pop("tp_size")
         return json.dumps(
             {
                 "format_version": FORMAT_VERSION,
-                "model": self.config.to_dict(),
-                "build": asdict(self.build),
-                "quantization": dict(self.quantization),
+                "pretrained_config": {
+                    "architecture": ARCHITECTURE,
+                    "mapping": {"world_size": ranks, "tp_size": ranks, "pp_size": 1},
+                    "quantization": dict(self.quantization),
+                    **self.config.to_dict(),
+                },
+                "build_config": limits,
                 "engram_tables": [asdict(table) for table in self.tables],
             },
             indent=1,

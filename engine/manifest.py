@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Files up to this size are hashed whenever an engine is opened; larger ones when asked to.
 _ALWAYS_HASHED_BYTES = 64 << 20
 _READ_BYTES = 4 << 20

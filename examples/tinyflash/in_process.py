@@ -6,22 +6,21 @@ On a GPU the engine's limits decide the speed: build it for as many requests and
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.network import Network
+from engine.network.device import moved
 from engine.paged_cache import CachePools
 from examples.tinyflash import device as device_operators
 from examples.tinyflash.evaluation import Answer
-from plugins.formats.rows import PackedRows, ValueRows
 from python_backend.core import EngineCore
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.request import Delta, FinishReason, Request, SamplingParams
@@ -29,7 +28,6 @@ from python_backend.service import ServedModel, check
 from python_backend.text.chat_input import ChatRequest
 from python_backend.text.detokenizer import Detokenizer
 
-Value = TypeVar("Value")
 Int32Array = npt.NDArray[np.int32]
 
 # A window page's rows on a GPU: the page tables go there with every step, so few large pages.
@@ -153,26 +151,3 @@ def origin(engine_dir: Path, device: str) -> dict[str, Any]:
         "engine": hashlib.sha256(manifest).hexdigest()[:16],
         "torch": str(torch.__version__),
     } | where
-
-
-def moved(value: Value, device: str) -> Value:
-    """Weights with every tensor in their dataclasses, tuples and rows on `device`.
-
-    Raises TypeError for a kind of weight that it does not know.
-    """
-    result: Any = value
-    if isinstance(value, torch.Tensor):
-        result = value.to(device)
-    elif isinstance(value, tuple):
-        result = tuple(moved(member, device) for member in value)
-    elif isinstance(value, PackedRows):
-        result = PackedRows(value.data.to(device), value.layout)
-    elif isinstance(value, ValueRows):
-        result = ValueRows(value.values.to(device), value.layout)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: moved(getattr(value, f.name), device) for f in dataclasses.fields(value)}
-        result = dataclasses.replace(value, **changes)
-    elif value is not None and not isinstance(value, bool | int | float | str):
-        raise TypeError(f"expected weights in dataclasses and tuples, got {type(value).__name__}")
-    moved_value: Value = result
-    return moved_value

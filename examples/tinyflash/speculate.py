@@ -24,9 +24,10 @@ from engine.batch import DraftBatch, Int32Array, RaggedBatch, StepArrays
 from engine.contiguous_cache import ContiguousCache
 from engine.directory import Engine
 from engine.network import Network
+from engine.network.device import moved
 from examples.tinyflash import device as device_operators
 from examples.tinyflash.evaluation import ANSWER_TOKENS, digest, questions
-from examples.tinyflash.in_process import moved, origin
+from examples.tinyflash.in_process import origin
 from examples.tinyflash.tokenizer import EOS_ID, encoder
 from python_backend.text.chat_input import ChatRequest
 

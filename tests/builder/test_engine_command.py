@@ -103,6 +103,17 @@ def test_quantised_linears_round_their_inputs(released_engine: Path) -> None:
     assert not off.moe.routed.quantized_input
 
 
+def test_configuration_has_the_shape_of_tensorrt_llms_engines(released_engine: Path) -> None:
+    raw = json.loads((released_engine / "config.json").read_text())
+    pretrained = raw["pretrained_config"]
+    assert pretrained["architecture"] == "DeepseekV41ForCausalLM"
+    assert pretrained["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
+    assert (pretrained["hidden_size"], pretrained["num_hidden_layers"]) == (128, 12)
+    assert pretrained["quantization"] == {"linears": "fp8", "experts": "fp4", "engram_rows": "fp8"}
+    limits = {"max_batch_size": 4, "max_num_tokens": 8192, "max_seq_len": 512}
+    assert raw["build_config"] == limits
+
+
 def test_not_an_engine(tmp_path: Path) -> None:
     refused(tmp_path / "nothing", "nothing", "dsv41-build engine")
     refused(tmp_path, "manifest.json", "not a finished engine")
@@ -160,14 +171,14 @@ def test_loading_reports_what_it_reads_and_hashes(
     assert engine.weight_bytes() <= sum(read) <= 1.01 * engine.weight_bytes()
 
 
-@pytest.mark.parametrize(("version", "word"), [(2, "newer"), (0, "too old")])
+@pytest.mark.parametrize(("version", "word"), [(3, "newer"), (1, "too old")])
 def test_other_format_version(engine_copy: Path, version: int, word: str) -> None:
     path = engine_copy / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": version}))
     refused(engine_copy, f"format {version}", word)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format_version": 1, "files": []}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format_version": 2, "files": []}'])
 def test_damaged_manifest(engine_copy: Path, text: str) -> None:
     (engine_copy / "manifest.json").write_text(text)
     refused(engine_copy, "manifest.json", "altered")
