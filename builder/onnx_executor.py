@@ -56,12 +56,14 @@ class GraphExecutor:
         last: dict[str, int] = {}
         for index, node in enumerate(model.graph.node):
             last.update(dict.fromkeys(node.input, index))
+        for name in ("", *self.outputs):
+            last.pop(name, None)
         self._steps = [
             _Step(
                 node,
                 _runner(node, path),
                 {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute},
-                tuple({name for name in node.input if last[name] == index and name}),
+                tuple({name for name in node.input if last.get(name) == index}),
             )
             for index, node in enumerate(model.graph.node)
         ]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx
+import torch
 
 from builder.onnx_graph import GraphBuilder, onnx_type
 from builder.onnx_trace import GraphOptions, TracedSegment, trace_segment
@@ -24,10 +25,16 @@ from builder.onnx_weights import (
     Leaf,
     WeightFile,
     add_weight,
+    stored_bytes,
     weight_leaves,
 )
+from builder.progress import Progress
+from engine.cache_sizes import default_global_page_tokens, default_window_page_rows
 from engine.config import ModelConfig
+from engine.directory import Engine
+from engine.network import load_weights
 from engine.network.weights import NetworkWeights
+from engine.plans import PLANS_DIR
 from engine.segments import model_segments
 from plugins.graph import DOMAIN, VERSION
 
@@ -35,6 +42,29 @@ from plugins.graph import DOMAIN, VERSION
 _OPSET = 23
 _IR_VERSION = 11
 OPTIONS_KEY = "dsv41.options"
+
+
+def default_options(config: ModelConfig, dtype: torch.dtype) -> GraphOptions:
+    """Packed caches in pages of the sizes that serving takes unless told otherwise."""
+    return GraphOptions(
+        dtype=dtype,
+        quantize_cache=True,
+        global_page_tokens=default_global_page_tokens(config),
+        window_page_rows=default_window_page_rows(config),
+    )
+
+
+def export_engine(engine: Engine, options: GraphOptions, progress: Progress) -> dict[str, Path]:
+    """Write plans/ of an engine of one rank; returns each segment's graph."""
+    directory = engine.path / PLANS_DIR
+    directory.mkdir()
+    weights = load_weights(
+        engine.config, engine.source(), engine.token_class, options.dtype, packed=True
+    )
+    progress.start("graphs", sum(map(stored_bytes, weight_leaves(weights).values())))
+    paths = export_segments(engine.config, weights, directory, options, advance=progress.advance)
+    progress.finish()
+    return paths
 
 
 def export_segments(
@@ -95,9 +125,10 @@ def _model(
         if name in used:
             add_weight(graph, file, name, leaves[name])
     nodes = [*graph.nodes, *body]
-    for result, value in zip(traced.results, values, strict=True):
-        name = result.name
-        nodes.append(onnx.helper.make_node("Identity", [value], [name], name=f"output_{name}"))
+    renamed = {v: result.name for v, result in zip(values, traced.results, strict=True)}
+    for node in nodes:
+        for ends in (node.input, node.output):
+            ends[:] = [renamed.get(name, name) for name in ends]
     inputs = [
         onnx.helper.make_tensor_value_info(one.name, onnx_type(one.dtype), list(one.dims))
         for one in traced.inputs

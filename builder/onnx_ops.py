@@ -46,7 +46,9 @@ def _reshape(tensors: Tensors, attributes: Attributes) -> torch.Tensor:
 
 def _expand(tensors: Tensors, attributes: Attributes) -> torch.Tensor:
     a, shape = tensors
-    return torch.broadcast_tensors(a, a.new_empty(()).expand(shape.tolist()))[0]
+    wanted = a.new_empty(()).expand(shape.tolist())
+    spread: torch.Tensor = torch.broadcast_tensors(a, wanted)[0]  # type: ignore[no-untyped-call]
+    return spread
 
 
 def _slice(tensors: Tensors, attributes: Attributes) -> torch.Tensor:

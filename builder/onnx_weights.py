@@ -185,6 +185,19 @@ def add_weight(graph: GraphBuilder, file: WeightFile, name: str, leaf: Leaf) -> 
         writer.mxfp8(form.dtype)
 
 
+def stored_bytes(leaf: Leaf) -> int:
+    """The bytes that `add_weight` puts into the file for a leaf."""
+    form, packed = leaf_form(leaf), _packed(leaf)
+    values = form.numel()
+    if packed is None or form.dtype == torch.float64 or not _fits(packed[0]):
+        return values * form.dtype.itemsize
+    if packed[0].format is PackedFormat.NVFP4:
+        return values // 2 + values // _NVFP4_GROUP + 4 * len(packed)
+    if packed[0].format is PackedFormat.FP4_ROWS:
+        return values // 2 + values // BLOCK * 4
+    return values + values // BLOCK
+
+
 def _packed(leaf: Leaf) -> tuple[PackedMatrix, ...] | None:
     if isinstance(leaf, Stack):
         return leaf.packed

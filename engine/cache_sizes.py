@@ -6,10 +6,28 @@ quantisation on) and the bytes of one plain value otherwise.
 
 from __future__ import annotations
 
+import math
+
 from engine.config import ModelConfig
 from plugins.formats.sizes import index_row_bytes, main_row_bytes, window_row_bytes
 
 MIN_TAIL_CAPACITY = 8
+
+
+def page_granule(config: ModelConfig) -> int:
+    """Global pages are a multiple of this many tokens, so that no entry straddles two."""
+    return math.lcm(2, config.max_ratio)
+
+
+def default_global_page_tokens(config: ModelConfig) -> int:
+    """Two windows: the granule of prefix hits."""
+    granule = page_granule(config)
+    return -(-2 * config.sliding_window // granule) * granule
+
+
+def default_window_page_rows(config: ModelConfig) -> int:
+    """A quarter of the window."""
+    return max(1, config.sliding_window // 4)
 
 
 def tail_capacity(config: ModelConfig) -> int:
