@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -31,7 +32,7 @@ from engine.directory import (
     EngramTableFile,
     rank_file,
 )
-from engine.manifest import Manifest
+from engine.manifest import Manifest, files_below
 from engine.tensor_source import FLOAT_DTYPES, TensorSource
 
 _CHUNK_ROWS = 1 << 18
@@ -45,15 +46,19 @@ def build_engine(
     *,
     options: Mapping[str, Any],
     progress: Progress,
+    plans: str | None = None,
 ) -> Engine:
     """Write the engine under a temporary name, rename it when complete, and open it.
 
-    `options` go into the manifest. Raises ConfigError before anything is written when the limits,
-    the rank count or the output directory do not fit.
+    `options` go into the manifest. `plans`: the compute dtype of the graphs to export, None for
+    none. Raises ConfigError before anything is written when the limits, the rank count or the
+    output directory do not fit.
     """
     config, source = checkpoint.config, checkpoint.source
     build.check(config)
     check_world_size(config, build.tp_size)
+    if plans is not None:
+        _check_plans(build)
     check_output(output)
     partial = fresh_partial(output)
     tables = _write_tables(checkpoint.weights, config, source, partial, progress)
@@ -69,11 +74,26 @@ def build_engine(
     built = {"versions": _versions(), "options": dict(options)}
     engine = Engine(partial, config, build, checkpoint.quantization, tables, Manifest({}, built))
     (partial / CONFIG_NAME).write_text(engine.config_json())
-    progress.start("hashing", sum(path.stat().st_size for path in partial.iterdir()))
+    if plans is not None:
+        from builder.onnx_export import default_options, export_engine
+
+        export_engine(engine, default_options(config, getattr(torch, plans)), progress)
+    progress.start("hashing", sum(path.stat().st_size for path in files_below(partial)))
     Manifest.write(partial, built, progress.advance)
     progress.finish()
     os.rename(partial, output)
     return Engine.open(output)
+
+
+def _check_plans(build: BuildConfig) -> None:
+    if build.tp_size != 1:
+        raise ConfigError(
+            f"plans: expected an engine of one rank, got tp_size {build.tp_size}; leave one out"
+        )
+    if importlib.util.find_spec("onnx") is None:
+        raise ConfigError(
+            "plans: expected the package onnx, found none; pip install 'dsv41-triton[plans]'"
+        )
 
 
 def check_output(output: Path) -> None:

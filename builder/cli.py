@@ -77,6 +77,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="Engram classes, .npy or .safetensors (token_class.npy, then the tokenizer)",
     )
+    _option(
+        engine,
+        "plans",
+        nargs="?",
+        choices=("bfloat16", "float32"),
+        const="bfloat16",
+        metavar="DTYPE",
+        help="also export the segments as ONNX graphs, bfloat16 or float32 (%(const)s)",
+    )
 
     init = _command(commands, "init", "write a random checkpoint")
     _option(init, "config", required=True, help=CONFIG_HELP)

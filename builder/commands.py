@@ -31,7 +31,7 @@ from builder.trtllm.export import write_adapter
 from builder.verify import verify
 from engine.config import ConfigError
 from engine.directory import BuildConfig, Engine
-from engine.manifest import EngineError
+from engine.manifest import EngineError, files_below
 from engine.tensor_source import CheckpointError
 
 
@@ -63,7 +63,13 @@ def _engine(args: argparse.Namespace) -> None:
     classes, origin = checkpoint.token_class(args.token_class)
     options = {"checkpoint": args.checkpoint_dir.name, "token_class": origin}
     engine = build_engine(
-        checkpoint, args.output_dir, build, classes, options=options, progress=Progress()
+        checkpoint,
+        args.output_dir,
+        build,
+        classes,
+        options=options,
+        plans=args.plans,
+        progress=Progress(),
     )
     print(f"engine {engine.path}: token classes from {origin}, {args.tp_size} rank(s)")
     if engine.tokenizer_path is None:
@@ -144,7 +150,8 @@ def _subject(args: argparse.Namespace) -> Subject:
     if args.engine is not None:
         if args.verify:
             progress = Progress()
-            progress.start("hashing", sum(path.stat().st_size for path in args.engine.glob("*")))
+            files = files_below(args.engine)
+            progress.start("hashing", sum(path.stat().st_size for path in files))
             engine = Engine.open(args.engine, verify=True, advance=progress.advance)
             progress.finish()
         else:

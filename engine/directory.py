@@ -5,6 +5,7 @@
     engram.L.bin              rows of layer L's table from byte 0 on, no header, shared by all ranks
     token_class.npy           int32 [vocab_size], Engram class of each token id
     tokenizer.json, tokenizer_config.json, generation_config.json      where there are any
+    plans/                    where asked for: SEGMENT.onnx, SEGMENT.plan, weights.bin, plans.json
     manifest.json             sizes and hashes of all of these, written last
 
 config.json has the shape of TensorRT-LLM's engines (1.2): `pretrained_config` is the model with its

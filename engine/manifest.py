@@ -34,10 +34,13 @@ class Manifest:
 
     @staticmethod
     def write(directory: Path, built: Mapping[str, Any], advance: Advance) -> None:
-        """Hash every file of `directory` and write its manifest; `advance` gets bytes done."""
+        """Hash every file below `directory` and write its manifest; `advance` gets bytes done."""
         files = {
-            path.name: {"size": path.stat().st_size, "sha256": _sha256(path, advance)}
-            for path in sorted(directory.iterdir())
+            path.relative_to(directory).as_posix(): {
+                "size": path.stat().st_size,
+                "sha256": _sha256(path, advance),
+            }
+            for path in files_below(directory)
         }
         manifest = {"format_version": FORMAT_VERSION, "files": files, "built": dict(built)}
         (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1))
@@ -100,6 +103,11 @@ class Manifest:
             raise EngineError(
                 f"{path} was altered: its sha256 is not the manifest's; build the engine again"
             )
+
+
+def files_below(directory: Path) -> list[Path]:
+    """Every file of a directory and of those in it, by name."""
+    return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
 def _sha256(path: Path, advance: Advance) -> str:
