@@ -13,10 +13,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from examples.tinyflash import scoring
 from examples.tinyflash.evaluation import Report, aligned
+from examples.tinyflash.scoring import PairedDifference
 
 Named = tuple[str, Report]
 
@@ -34,8 +34,8 @@ def read(path: Path) -> Named:
     return path.stem, loaded
 
 
-def paired(base: Report, other: Report) -> dict[str, Any]:
-    """How much better `other` is than `base`: `difference`, `stderr`, `n`.
+def paired(base: Report, other: Report) -> PairedDifference:
+    """How much better `other` is than `base`.
 
     Raises ValueError when they answer other questions.
     """
@@ -45,7 +45,7 @@ def paired(base: Report, other: Report) -> dict[str, Any]:
             "and --document-tokens"
         )
     a, b = ([digit == "1" for digit in report["correct"]] for report in (base, other))
-    return dict(scoring.compare(a, b).to_json())
+    return scoring.compare(a, b)
 
 
 def table(reports: Sequence[Named]) -> str:
@@ -58,13 +58,12 @@ def table(reports: Sequence[Named]) -> str:
             rows.append((*row, "", "", ""))
             continue
         found = paired(base, report)
-        ratio = found["difference"] / found["stderr"] if found["stderr"] else 0.0
         rows.append(
             (
                 *row,
-                f"{100 * found['difference']:+.2f} %",
-                f"{100 * found['stderr']:.2f} %",
-                f"{ratio:+.2f}",
+                f"{100 * found.difference:+.2f} %",
+                f"{100 * found.stderr:.2f} %",
+                f"{found.in_stderr:+.2f}",
             )
         )
     return "\n".join(aligned(rows))

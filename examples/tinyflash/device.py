@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import engine.network  # noqa: F401  registers the operators
 from plugins.registry import OPERATORS, Operator
 
 

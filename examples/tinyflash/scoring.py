@@ -6,6 +6,7 @@ that a client can use it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,13 @@ class PairedDifference(NamedTuple):
     difference: float
     stderr: float
     n: int
+
+    @property
+    def in_stderr(self) -> float:
+        """The difference in standard errors; infinite when every question changed alike."""
+        if not self.stderr:
+            return math.copysign(math.inf, self.difference) if self.difference else 0.0
+        return self.difference / self.stderr
 
     def to_json(self) -> dict[str, float | int]:
         return {"difference": self.difference, "stderr": self.stderr, "n": self.n}

@@ -72,8 +72,8 @@ def test_paired_comparison() -> None:
     a = made(["#### 0", "", "", "#### 3", ""])
     b = made(["#### 0", "#### 1", "", "", "#### 4"])
     found = compare.paired(a, b)
-    assert (found["difference"], found["n"]) == (pytest.approx(0.2), 5)
-    assert found["stderr"] == pytest.approx(0.14**0.5)
+    assert (found.difference, found.n) == (pytest.approx(0.2), 5)
+    assert found.stderr == pytest.approx(0.14**0.5)
     (_, _, row) = compare.table([("a", a), ("b", b)]).splitlines()
     assert row.split() == ["b", "60.00", "%", "24.49", "%", "+20.00", "%", "37.42", "%", "+0.53"]
 

@@ -65,7 +65,7 @@ def test_what_is_there_is_kept(
         *there.files.values(), *last.files.values()
     }  # fmt: skip
     cold, warm = (json.loads((tmp_path / last.files[cache]).read_text()) for cache in both)
-    assert paired(cold, warm)["n"] == 2
+    assert paired(cold, warm).n == 2
     assert cold["mean_cached_tokens"] == 0
     assert warm["mean_cached_tokens"] >= 160  # whole pages of 32 of some 200 tokens
     assert warm["settings"]["warm"] is True

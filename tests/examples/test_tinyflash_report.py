@@ -1,0 +1,117 @@
+"""Verdicts on made-up measurements, worked by hand, and pages that are what their numbers say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config_reader import read_config_file
+from examples.tinyflash import report as pages
+from examples.tinyflash.claims import Claim, Results, claims, mechanism, percent
+from examples.tinyflash.evaluation import Answer, Report, report
+from examples.tinyflash.scoring import Question
+
+CONFIG, _ = read_config_file(pages.CHECKPOINT / "config.json")
+WINDOW = CONFIG.sliding_window
+
+
+def made(task: Any, right: str) -> Report:
+    """A report on as many questions as `right` has digits, all about numbers that are unseen."""
+    asked = [Question(task, "template", "source", f"question {i}", "7") for i in range(len(right))]
+    text = {"arithmetic": "#### ", "retrieval": "It is "}[task]
+    answers = [Answer(f"{text}{7 if digit == '1' else 8}", "stop", 90, 32, 5) for digit in right]
+    settings = {"device": "cpu", "torch": "2", "dtype": "float32", "engine": "e"}
+    return report(asked, answers, seed=1, settings=settings, seconds=1.0)
+
+
+def judged(**reports: Report) -> dict[str, Claim]:
+    """The claims by their text; `arithmetic_exact_cold` is a file's name with underscores."""
+    named = {name.replace("_", ".") + ".json": made for name, made in reports.items()}
+    named = {name.replace("replay.1.", f"replay-{WINDOW}."): m for name, m in named.items()}
+    named = {name.replace("replay.0.", "replay-0."): m for name, m in named.items()}
+    return {claim.what: claim for claim in claims(Results(CONFIG, named))}
+
+
+def test_bars_on_accuracy() -> None:
+    """18 of 20 is 90 %: met; 3 of 4 misses 95 % by 20 %."""
+    found = judged(
+        arithmetic_replay_1_cold=made("arithmetic", "1" * 18 + "00"),
+        retrieval_replay_1_cold=made("retrieval", "1110"),
+    )
+    greedy = found["word problems, greedy, weights as released"]
+    assert (greedy.verdict, greedy.measured) == ("met", "90.00 ± 6.88 % of 20")
+    documents = found["facts in documents of 4K to 8K tokens"]
+    assert documents.verdict == "**missed** by 20.00 %"
+    drafts = found["accepted drafts per verification, word problems"]
+    assert (drafts.verdict, drafts.measured) == ("not measured", "not measured")
+
+
+def test_replay_is_judged_by_the_paired_difference() -> None:
+    """One of four questions changes: 0.25 ± 0.25, one standard error. All four: without bound."""
+    exact = made("retrieval", "1111")
+    what = "bounded replay on − off, retrieval, cold"
+    found = judged(retrieval_exact_cold=exact, retrieval_replay_1_cold=made("retrieval", "1101"))
+    assert found[what].measured == "-25.00 ± 25.00 % (-1.0 se)"
+    assert found[what].verdict == "met"
+    found = judged(retrieval_exact_cold=exact, retrieval_replay_1_cold=made("retrieval", "0000"))
+    assert found[what].verdict == "**missed** by inf standard errors"
+    found = judged(retrieval_exact_cold=exact, retrieval_replay_1_cold=exact)
+    assert found[what].verdict == "met"
+
+
+def test_a_mechanism_matters_when_it_is_missed_on_one_set() -> None:
+    """Arithmetic loses 3 of 4, 0.75 ± 0.25 or three standard errors; retrieval nothing."""
+    base, same = made("arithmetic", "1111"), made("retrieval", "1111")
+    reports = {
+        "arithmetic_replay_1_cold": base,
+        "retrieval_replay_1_cold": same,
+        "arithmetic_no-engram_cold": made("arithmetic", "0001"),
+        "retrieval_no-engram_cold": same,
+        "arithmetic_no-global_cold": made("arithmetic", "1101"),
+        "arithmetic_replay_1_warm": base,
+        "arithmetic_replay_0_warm": made("arithmetic", "0100"),
+    }
+    found = judged(**reports)
+    assert found["Engram off: worse"].verdict == "met"
+    assert found["window only: worse"].verdict == "**missed** by 1.0 standard errors"
+    assert found["indexer random: worse"].verdict == "not measured"
+    assert found["replay length 0: worse"].verdict == "met"
+    nothing = mechanism(Results(CONFIG, {}), "Engram off", "arithmetic")
+    assert nothing is None
+
+
+def test_drafts() -> None:
+    found = {"n": 8, "accepted_per_verification": 2.4, "share_of_texts_that_differ": 0.25}
+    results = judged(acceptance_float32=found, acceptance_float64=found)
+    accepted = results["accepted drafts per verification, word problems"]
+    assert (accepted.measured, accepted.verdict) == ("2.40", "**missed** by 0.10")
+    texts = results["texts with drafts that differ from those without, float64"]
+    assert (texts.measured, texts.verdict) == ("2 of 8", "**missed** by 2 texts")
+
+
+def test_a_single_question_has_no_standard_error() -> None:
+    assert percent({"accuracy": 1.0, "stderr": None, "n": 1}) == "100.00 %"
+
+
+def test_the_pages_are_what_the_numbers_say() -> None:
+    """After a new measurement: python -m examples.tinyflash.report."""
+    results = Results.read(CONFIG, pages.RESULTS)
+    for name, text in pages.pages(results, pages.RESULTS).items():
+        assert (pages.ROOT / pages.PAGES[name]).read_text() == text
+    assert all((pages.ROOT / path).is_file() for path in pages.PLOTS.values())
+
+
+def test_plots_of_whatever_was_measured(tmp_path: Path) -> None:
+    history = json.loads((pages.RESULTS / "history.json").read_text())
+    some = Results(CONFIG, {f"retrieval.replay-{WINDOW}.cold.json": made("retrieval", "1110")})
+    for figure, panels in (
+        (pages.replay_plot(some), 2),
+        (pages.training_plot(history), 2),
+        (pages.training_plot([r for r in history if "answer" in r]), 2),
+    ):
+        figure.savefig(tmp_path / "plot.svg")
+        assert len(figure.axes) == panels
+    assert pytest.approx(75.0) == pages.replay_plot(some).axes[1].containers[0].lines[0].get_ydata()
