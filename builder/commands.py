@@ -33,17 +33,18 @@ from engine.config import ConfigError
 from engine.directory import BuildConfig, Engine
 from engine.manifest import EngineError, files_below
 from engine.tensor_source import CheckpointError
+from plugins.tensorrt_library import TensorRtError
 
 
 def run_command(args: argparse.Namespace) -> str | None:
     """Run `args.command`. Returns None, or the sentence that says why it could not be done."""
     try:
         _COMMANDS[args.command](args)
-    except (ConfigError, CheckpointError, EngineError) as error:
+    except (ConfigError, CheckpointError, EngineError, TensorRtError) as error:
         return str(error)
     except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        return f"cannot use{where}: {error.strerror or error}"
+        where = error.filename or getattr(args, "output_dir", None)  # a full disk names no file
+        return f"cannot use{f' {where}' if where else ''}: {error.strerror or error}"
     except KeyboardInterrupt:
         return "interrupted"
     return None
@@ -114,7 +115,7 @@ def _quantize(args: argparse.Namespace) -> None:
         report, warnings = quantize_checkpoint(
             checkpoint, args.output_dir, targets, progress=Progress(), data=data
         )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):
         _warn(["complete shards are kept; the same command goes on with the next"])
         raise
     _warn(warnings)

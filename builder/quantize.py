@@ -314,24 +314,24 @@ def _prepare(
         name: [file.path.stat().st_size, file.path.stat().st_mtime_ns]
         for name, file in _files(checkpoint).items()
     }
-    text = json.dumps([str(checkpoint.directory.resolve()), dict(targets), files], sort_keys=True)
-    digest = hashlib.sha256(text.encode())
+    run = json.dumps([str(checkpoint.directory.resolve()), dict(targets), files], sort_keys=True)
+    digest = hashlib.sha256(run.encode())
     for piece in () if data is None else data.pieces:
         digest.update(repr(piece.tolist()).encode())
     state = {"run": digest.hexdigest(), "modelopt": modelopt_version()}
     path = partial / _STATE_NAME
-    if not path.is_file() or json.loads(path.read_text()) != state:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+    text = json.dumps(state)
+    if partial.exists() and (not path.is_file() or path.read_text() != text):
+        shutil.rmtree(partial)
     for unfinished in partial.glob(f"*{PARTIAL_SUFFIX}"):
         unfinished.unlink()
     done = sum(file.stat().st_size for file in partial.glob("*.safetensors"))
-    free = shutil.disk_usage(partial).free
+    free = shutil.disk_usage(next(place for place in partial.parents if place.exists())).free
     if needed - done > free:
         raise ConfigError(
             f"output_dir: {needed - done:,} bytes are still to be written to {output.parent}, and "
             f"{free:,} are free; make room or choose another disk"
         )
-    write_json(path, state)
+    partial.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
     return partial

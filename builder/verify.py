@@ -116,11 +116,12 @@ def _reference_logits(
     tokens: npt.NDArray[np.integer[Any]],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The checkpoint's weights decoded at load, with the engine's Engram classes."""
+    """The checkpoint's own weights with the engine's Engram classes. Packed, which changes no bit:
+    a large checkpoint fits in memory no other way."""
     progress = Progress()
     progress.start("loading the checkpoint", total_bytes(checkpoint.source))
     source = CountedSource(checkpoint.source, progress.advance)
-    weights = load_weights(checkpoint.config, source, engine.token_class, dtype)
+    weights = load_weights(checkpoint.config, source, engine.token_class, dtype, packed=True)
     progress.finish()
     return _logits(Network(checkpoint.config, weights), tokens)
 

@@ -59,7 +59,9 @@ def main() -> None:
 def command(name: str, *options: str) -> int:
     """Run dsv41-build in a process of its own; its peak resident set in bytes."""
     argv = [sys.executable, "-m", "builder.cli", name, *options]
-    _, status, usage = os.wait4(os.posix_spawn(sys.executable, argv, os.environ), 0)
+    to_stderr = [(os.POSIX_SPAWN_DUP2, 2, 1)]
+    child = os.posix_spawn(sys.executable, argv, os.environ, file_actions=to_stderr)
+    _, status, usage = os.wait4(child, 0)
     if status:
         raise SystemExit(f"{' '.join(argv)} failed")
     return usage.ru_maxrss * 1024
