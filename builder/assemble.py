@@ -17,6 +17,7 @@ import torch
 from builder.checkpoint import Checkpoint, check_weight
 from builder.layout import Shard, WeightSpec
 from builder.pack import check_world_size, rank_tensors, write_rank
+from builder.plans import PlanBackend, usable_backend
 from builder.progress import Progress
 from builder.token_class import Int32Array
 from engine.config import ConfigError, ModelConfig
@@ -33,6 +34,7 @@ from engine.directory import (
     rank_file,
 )
 from engine.manifest import Manifest, files_below
+from engine.plans import PLANS_DIR
 from engine.tensor_source import FLOAT_DTYPES, TensorSource
 
 _CHUNK_ROWS = 1 << 18
@@ -52,13 +54,13 @@ def build_engine(
 
     `options` go into the manifest. `plans`: the compute dtype of the graphs to export, None for
     none. Raises ConfigError before anything is written when the limits, the rank count or the
-    output directory do not fit.
+    output directory do not fit, PlanError when plans cannot be built.
     """
     config, source = checkpoint.config, checkpoint.source
     build.check(config)
     check_world_size(config, build.tp_size)
     if plans is not None:
-        _check_plans(build)
+        backend = _plan_backend(build)
     check_output(output)
     partial = fresh_partial(output)
     tables = _write_tables(checkpoint.weights, config, source, partial, progress)
@@ -76,8 +78,10 @@ def build_engine(
     (partial / CONFIG_NAME).write_text(engine.config_json())
     if plans is not None:
         from builder.onnx_export import default_options, export_engine
+        from builder.plans.segments import build_plans
 
         export_engine(engine, default_options(config, getattr(torch, plans)), progress)
+        build_plans(partial / PLANS_DIR, config, build, backend, print)
     progress.start("hashing", sum(path.stat().st_size for path in files_below(partial)))
     Manifest.write(partial, built, progress.advance)
     progress.finish()
@@ -85,7 +89,8 @@ def build_engine(
     return Engine.open(output)
 
 
-def _check_plans(build: BuildConfig) -> None:
+def _plan_backend(build: BuildConfig) -> PlanBackend:
+    """What will build the plans; found out before anything is written."""
     if build.tp_size != 1:
         raise ConfigError(
             f"plans: expected an engine of one rank, got tp_size {build.tp_size}; leave one out"
@@ -94,6 +99,7 @@ def _check_plans(build: BuildConfig) -> None:
         raise ConfigError(
             "plans: expected the package onnx, found none; pip install 'dsv41-triton[plans]'"
         )
+    return usable_backend()
 
 
 def check_output(output: Path) -> None:

@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("bfloat16", "float32"),
         const="bfloat16",
         metavar="DTYPE",
-        help="also export the segments as ONNX graphs, bfloat16 or float32 (%(const)s)",
+        help="also make ONNX graphs and TensorRT plans, bfloat16 or float32 (%(const)s)",
     )
 
     init = _command(commands, "init", "write a random checkpoint")

@@ -11,6 +11,7 @@ Knows nothing of the Triton server; `triton_model` puts it behind one, and tests
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -28,7 +29,8 @@ from engine.manifest import EngineError
 from engine.network import Network
 from engine.paged_cache import CachePools
 from python_backend.core import EngineCore
-from python_backend.executor.torch_executor import TorchExecutor
+from python_backend.executor.plan import DEVICE, open_plans, refusal
+from python_backend.executor.torch_executor import PagedExecutor, TorchExecutor
 from python_backend.request import Delta, Request, SamplingParams
 from python_backend.scheduler.slots import MAX_END_IDS
 from python_backend.settings import CoreLimits, ServeSettings, SettingsError
@@ -90,9 +92,33 @@ class CheckedEngine:
     text: TextTokenizer | None
     end_ids: frozenset[int]
 
+    @property
+    def runs_plans(self) -> bool:
+        return self.settings.executor == "plan"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        return dtype
+
     def limits(self) -> CoreLimits:
         """Sized for the memory that is free now. Raises SettingsError when that is too little."""
-        return self.settings.resolve(self.engine.config, available_memory())
+        free = torch.cuda.mem_get_info()[0] if self.runs_plans else available_memory()
+        return self.settings.resolve(self.engine.config, free)
+
+    def pools(self, limits: CoreLimits) -> CachePools:
+        """The memory of the caches."""
+        return CachePools(
+            self.engine.config,
+            num_global_pages=limits.num_global_pages,
+            num_window_pages=limits.num_window_pages,
+            num_slots=limits.max_batch_size,
+            global_page_tokens=limits.global_page_tokens,
+            window_page_rows=limits.window_page_tokens,
+            dtype=self.dtype,
+            quantize=self.settings.cache_quant,
+            device=DEVICE if self.runs_plans else "cpu",
+        )
 
 
 def check(engine_dir: Path, options: Mapping[str, Any]) -> CheckedEngine:
@@ -110,6 +136,9 @@ def check(engine_dir: Path, options: Mapping[str, Any]) -> CheckedEngine:
             engine.tokenizer_path, config.vocab_size, config.bos_token_id
         )
     checked = CheckedEngine(engine, settings_for(engine, options), text, _end_ids(engine))
+    reason = refusal(engine) if checked.runs_plans else None
+    if reason is not None:
+        raise EngineError(reason)
     checked.limits()
     return checked
 
@@ -131,25 +160,12 @@ class ServedModel:
         """Read the engine and make the pools. Raises what `check` raises, and CheckpointError:
         each a ValueError with one sentence."""
         checked = check(engine_dir, options)  # before minutes of loading
-        config, settings = checked.engine.config, checked.settings
-        dtype = getattr(torch, settings.dtype)
-        advance = _share_of(checked.engine.weight_bytes(), "loading weights", on_progress)
-        weights = checked.engine.load_weights(dtype, packed=True, advance=advance)
-        network = Network(config, weights)
+        make_executor = _load(checked, on_progress)
         limits = checked.limits()
-        pools = CachePools(
-            config,
-            num_global_pages=limits.num_global_pages,
-            num_window_pages=limits.num_window_pages,
-            num_slots=limits.max_batch_size,
-            global_page_tokens=limits.global_page_tokens,
-            window_page_rows=limits.window_page_tokens,
-            dtype=dtype,
-            quantize=settings.cache_quant,
-        )
+        pools = checked.pools(limits)
         on_progress("making cache pools", 1.0)
-        core = EngineCore(TorchExecutor(network, pools), limits)
-        return ServedModel(config, limits, core, checked.text, checked.end_ids)
+        core = EngineCore(make_executor(pools), limits)
+        return ServedModel(checked.engine.config, limits, core, checked.text, checked.end_ids)
 
     def start(self) -> None:
         """Serve on a thread of its own until `stop`."""
@@ -193,6 +209,16 @@ class ServedModel:
             self.core.run()
         except Exception:  # every request was told; new ones are refused from now on
             logger.exception("core_failed")
+
+
+def _load(checked: CheckedEngine, on_progress: OnProgress) -> Callable[[CachePools], PagedExecutor]:
+    """Read the weights, in the form that the executor has them; it then wants its pools."""
+    engine = checked.engine
+    if checked.runs_plans:
+        return open_plans(engine, checked.dtype)
+    advance = _share_of(engine.weight_bytes(), "loading weights", on_progress)
+    weights = engine.load_weights(checked.dtype, packed=True, advance=advance)
+    return functools.partial(TorchExecutor, Network(engine.config, weights))
 
 
 def _share_of(total: int, stage: str, on_progress: OnProgress) -> Callable[[int], None]:

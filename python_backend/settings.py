@@ -13,12 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.cache_sizes import global_page_bytes, tail_bytes, window_page_bytes
+from engine.cache_sizes import (
+    default_global_page_tokens,
+    default_window_page_rows,
+    global_page_bytes,
+    page_granule,
+    tail_bytes,
+    window_page_bytes,
+)
 from engine.config import ModelConfig
 from python_backend.kv.window_pool import pages_for, pages_per_request
 from python_backend.replay import ReplayRule
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+EXECUTORS = ("torch", "plan")
 
 
 class SettingsError(ValueError):
@@ -66,6 +74,7 @@ class ServeSettings:
     """What an operator may set. None means "derived", as said beside each field."""
 
     dtype: str = "float32"
+    executor: str = "torch"  # or "plan": the engine's TensorRT plans, on a GPU
     cache_quant: bool = True  # packed FP4/FP8 cache records, as the model was trained
     max_batch_size: int = 64  # requests running at once
     max_num_tokens: int = 2048  # rows of one step: decode rows, prefill chunks and replayed rows
@@ -84,6 +93,10 @@ class ServeSettings:
         if self.dtype not in DTYPE_BYTES:
             raise SettingsError(
                 f"expected dtype to be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"
+            )
+        if self.executor not in EXECUTORS:
+            raise SettingsError(
+                f"expected executor to be one of {', '.join(EXECUTORS)}, got {self.executor!r}"
             )
         for field in fields(self):
             value = getattr(self, field.name)
@@ -130,13 +143,13 @@ class ServeSettings:
         Raises SettingsError when the settings cannot serve the model.
         """
         window = config.sliding_window
-        page_tokens = self.global_page_tokens or _round_up(2 * window, self._granule(config))
-        if page_tokens % self._granule(config):
+        page_tokens = self.global_page_tokens or default_global_page_tokens(config)
+        if page_tokens % page_granule(config):
             raise SettingsError(
-                f"expected global_page_tokens to be a multiple of {self._granule(config)}, so that "
+                f"expected global_page_tokens to be a multiple of {page_granule(config)}, so that "
                 f"no compressed entry straddles pages, got {page_tokens}"
             )
-        page_rows = self.window_page_tokens or max(1, window // 4)
+        page_rows = self.window_page_tokens or default_window_page_rows(config)
         max_seq_len = self.max_seq_len or config.max_position_embeddings
         if max_seq_len > config.max_position_embeddings:
             raise SettingsError(
@@ -177,9 +190,6 @@ class ServeSettings:
             replay=self._replay_rule(config, page_tokens),
             prefix_cache=self.prefix_cache,
         )
-
-    def _granule(self, config: ModelConfig) -> int:
-        return math.lcm(2, config.max_ratio)
 
     def _check_token_budget(self, window: int) -> None:
         if self.max_num_tokens < 2 * window:
@@ -246,10 +256,6 @@ class ServeSettings:
                 "give more memory, or lower max_batch_size or max_num_tokens"
             )
         return num_pages if self.kv_cache_memory_bytes else min(num_pages, most)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _read(name: str, kind: str, value: Any) -> Any:

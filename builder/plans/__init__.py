@@ -1,5 +1,5 @@
 """TensorRT plans of exported segments."""
 
-from builder.plans.backend import BACKENDS, PlanBackend, PlanError, PlanRequest
+from builder.plans.backend import BACKENDS, PlanBackend, PlanError, PlanRequest, usable_backend
 
-__all__ = ["BACKENDS", "PlanBackend", "PlanError", "PlanRequest"]
+__all__ = ["BACKENDS", "PlanBackend", "PlanError", "PlanRequest", "usable_backend"]

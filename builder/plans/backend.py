@@ -131,3 +131,17 @@ class PlanBackend:
 
 
 BACKENDS = {name: PlanBackend(library) for name, library in LIBRARIES.items()}
+
+
+def usable_backend() -> PlanBackend:
+    """The backend that builds plans on this machine, full TensorRT where there is a choice.
+
+    Raises PlanError with what each of them lacks.
+    """
+    reasons = {name: backend.available() for name, backend in BACKENDS.items()}
+    for name, reason in reasons.items():
+        if reason is None:
+            return BACKENDS[name]
+    raise PlanError(
+        "no library here builds TensorRT plans: " + "; or ".join(map(str, reasons.values()))
+    )

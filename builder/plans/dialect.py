@@ -28,6 +28,7 @@ def adapt(model: onnx.ModelProto) -> dict[str, str]:
         if node.domain == DOMAIN:
             packed.update(node.output)
             _adapt(node)
+    _drop_output_copies(model)
     values = (*model.graph.input, *model.graph.output, *model.graph.value_info)
     for value in values:
         kind = value.type.tensor_type
@@ -48,6 +49,22 @@ def _aliases(model: onnx.ModelProto) -> dict[str, str]:
         elif node.op_type == "Identity" and node.input[0] in source:
             source[node.output[0]] = source[node.input[0]]
     return {one.name: source[one.name] for one in model.graph.output if one.name in source}
+
+
+def _drop_output_copies(model: onnx.ModelProto) -> None:
+    """Let nodes make the graph's outputs themselves: a copy of a cache would not be in place."""
+    nodes = model.graph.node
+    made = {name for node in nodes for name in node.output}
+    outputs = {one.name for one in model.graph.output}
+    renamed: dict[str, str] = {}
+    for node in [node for node in nodes if node.op_type == "Identity"]:
+        source, output = node.input[0], node.output[0]
+        if output in outputs and source in made - outputs and source not in renamed:
+            renamed[source] = output
+            nodes.remove(node)
+    for node in nodes:
+        for names in (node.input, node.output):
+            names[:] = [renamed.get(name, name) for name in names]
 
 
 def _operator(node: onnx.NodeProto) -> GraphOperator:

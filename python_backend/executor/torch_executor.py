@@ -1,5 +1,5 @@
-"""Runs a step on the torch network over paged pools: ragged prefill, replay and decode rows of all
-requests in one forward.
+"""Runs a step over paged pools: ragged prefill, replay and decode rows of all requests in one
+forward, of the torch network or of whatever else computes its logits.
 
 The executor owns the pools' memory, the scheduler owns the page tables; a step reads the rows of
 the tables that its slots name. Guarantee on a CPU: a row's result depends on its own request only
@@ -8,41 +8,46 @@ the tables that its slots name. Guarantee on a CPU: a row's result depends on it
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.batch import RaggedBatch
 from engine.network import Network
 from engine.paged_cache import CachePools, PagedCache, StepTables
 from plugins.sample import sample
 from python_backend.step_plan import SamplingArrays, StepPlan, StepResult
 
 
-class TorchExecutor:
+class PagedExecutor(ABC):
     """`run` is synchronous: when it returns, every cache row of the step is written."""
 
-    def __init__(self, network: Network, pools: CachePools, *, device: str = "cpu") -> None:
-        self._network = network
+    def __init__(self, pools: CachePools, *, device: str = "cpu") -> None:
         self._pools = pools
         self._device = device
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         batch = plan.arrays.to_torch(self._device)
-        cache = PagedCache(self._pools, self._step_tables(plan))
-        output = self._network.forward(batch, cache)
+        logits = self._logits(batch, self._step_tables(plan))
         tokens = np.full(plan.arrays.num_requests, -1, dtype=np.int32)
         wanted = plan.arrays.wants_logits
         if wanted.any():
-            tokens[wanted] = self._sample(output.logits, plan.sampling, wanted)
+            tokens[wanted] = self._sample(logits, plan.sampling, wanted)
         return StepResult(tokens)
+
+    @abstractmethod
+    def _logits(self, batch: RaggedBatch, tables: StepTables) -> torch.Tensor:
+        """Logits [Tl, vocab] of `batch.logit_rows`; writes the step's rows to the pools."""
 
     def _step_tables(self, plan: StepPlan) -> StepTables:
         """Only the columns that the step can reach: a table may be sized for a million tokens."""
         last = plan.arrays.first_position + np.diff(plan.arrays.query_start) - 1
         columns = int(last.max()) // plan.tables.global_page_tokens + 1
         return StepTables(
-            slots=self._tensor(plan.slots),
+            slots=self._tensor(plan.slots.astype(np.int64)),
             global_pages=self._tensor(plan.tables.global_pages[plan.slots, :columns]),
             window_pages=self._tensor(plan.tables.window_pages[plan.slots]),
         )
@@ -62,3 +67,14 @@ class TorchExecutor:
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+class TorchExecutor(PagedExecutor):
+    """Runs the network, in Python."""
+
+    def __init__(self, network: Network, pools: CachePools, *, device: str = "cpu") -> None:
+        super().__init__(pools, device=device)
+        self._network = network
+
+    def _logits(self, batch: RaggedBatch, tables: StepTables) -> torch.Tensor:
+        return self._network.forward(batch, PagedCache(self._pools, tables)).logits

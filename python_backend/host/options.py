@@ -22,6 +22,7 @@ from python_backend.settings import ServeSettings
 DEFAULT_DRAIN_SECONDS = 10.0
 SETTING_HELP = {
     "dtype": "compute type: float32, bfloat16 or float64",
+    "executor": "torch, or plan: the engine's TensorRT plans, on a GPU",
     "cache_quant": "packed FP4/FP8 cache records, as the model was trained",
     "max_batch_size": "requests that run at once (the engine's limit)",
     "max_num_tokens": "rows of one step: decode, prefill and replay (the engine's limit)",
