@@ -149,22 +149,32 @@ def jobs(config: ModelConfig) -> list[Job | AcceptanceJob]:
     return made
 
 
-def measure(
-    engine: Path, out: Path, sizes: Sizes, *, device: str, workers: int
-) -> Iterator[tuple[Job | AcceptanceJob, str | None, float]]:
-    """Run what is missing in `out`: each job when it has ended, its error if it failed, seconds."""
-    out.mkdir(parents=True, exist_ok=True)
-    missing = [
+def missing(engine: Path, out: Path) -> list[Job | AcceptanceJob]:
+    """The runs that have not all their files in `out`."""
+    return [
         job
         for job in jobs(Engine.open(engine).config)
         if not all((out / name).exists() for name in job.files.values())
     ]
+
+
+def measure(
+    some: Sequence[Job | AcceptanceJob],
+    engine: Path,
+    out: Path,
+    sizes: Sizes,
+    *,
+    device: str,
+    workers: int,
+) -> Iterator[tuple[Job | AcceptanceJob, str | None, float]]:
+    """Run `some` jobs: each when it has ended, its error if it failed, its seconds."""
+    out.mkdir(parents=True, exist_ok=True)
     one = partial(_run, engine=engine, out=out, sizes=sizes, device=device)
     if workers == 1:
-        yield from map(one, missing)
+        yield from map(one, some)
         return
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(one, missing)
+        yield from pool.imap_unordered(one, some)
 
 
 def _run(
@@ -226,14 +236,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = Sizes(
         options.arithmetic, options.retrieval, options.seed, tuple(options.document_tokens)
     )
-    failed = 0
     try:
-        for job, error, seconds in measure(
-            options.engine, options.out, sizes, device=options.device, workers=options.workers
+        todo = missing(options.engine, options.out)
+        failed = 0
+        for done, (job, error, seconds) in enumerate(
+            measure(
+                todo,
+                options.engine,
+                options.out,
+                sizes,
+                device=options.device,
+                workers=options.workers,
+            ),
+            1,
         ):
             failed += error is not None
             what = ", ".join(job.files.values())
-            print(f"{what}: {error or 'done'} ({seconds:.0f} s)", flush=True)
+            print(f"{done}/{len(todo)} {what}: {error or 'done'} ({seconds:.0f} s)", flush=True)
     except ValueError as error:
         print(f"measure: {error}", file=sys.stderr)
         return 2

@@ -56,7 +56,8 @@ def test_what_is_there_is_kept(
     monkeypatch.setattr(measure, "jobs", lambda config: [there, failing, last])
     for name in there.files.values():
         (tmp_path / name).write_text("kept")
-    ended = list(measure.measure(engine, tmp_path, SIZES, device="cpu", workers=1))
+    todo = measure.missing(engine, tmp_path)
+    ended = list(measure.measure(todo, engine, tmp_path, SIZES, device="cpu", workers=1))
     assert [job for job, _, _ in ended] == [failing, last]
     assert "replay_length of at least 0, got -1" in (ended[0][1] or "")
     assert ended[1][1] is None
