@@ -2,7 +2,7 @@
 
 The references take many passes and launches. Attention stays the reference, because training's
 kernel reads no packed rows; products are float32, where training's own are TF32; networks of other
-dtypes keep the references throughout.
+dtypes keep the references.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def install() -> None:
     """Take over the operators on CUDA tensors, once per process."""
     from examples.tinyflash.training import compiled
 
+    own = {name: entry.__dict__.get("kernel") for name, entry in OPERATORS.items()}
     compiled.install()
     OPERATORS["mega_attention"].__dict__.pop("kernel")
-    for entry in OPERATORS.values():
+    for name, entry in OPERATORS.items():
         kernel = entry.__dict__.get("kernel")
-        if kernel is not None:
+        if kernel is not own[name] and kernel is not None:
             entry.__dict__["kernel"] = _float32_only(entry, kernel)
 
 
