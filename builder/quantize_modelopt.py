@@ -108,11 +108,11 @@ def quantize_rows(
     Raises CheckpointError when our decoding of the stored bytes is not ModelOpt's.
     """
     mtq = modelopt()
-    config = mtq.W4A16_NVFP4_CFG if format == "nvfp4" else mtq.MXFP8_DEFAULT_CFG
     linear = torch.nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(values.clone(), requires_grad=False)
     module = torch.nn.ModuleDict({"linear": linear})
     with quiet(), torch.no_grad():
+        config = mtq.W4A16_NVFP4_CFG if format == "nvfp4" else mtq.MXFP8_DEFAULT_CFG
         module = mtq.quantize(module, copy.deepcopy(config))
         quantizer: Any = module["linear"].weight_quantizer
         if format == "nvfp4":
@@ -146,13 +146,25 @@ def quantize_rows(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep ModelOpt's notes, warnings and progress off the terminal."""
+    """For calls of ModelOpt: keep its notes, warnings and progress off the terminal.
+
+    What another version than the tested one raises becomes ConfigError.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
+    except (ConfigError, CheckpointError, ImportError, OSError):
+        raise
+    except Exception as error:  # an older version lacks names or fails deep inside
+        if modelopt_version() == TESTED_VERSION:
+            raise
+        raise ConfigError(
+            f"ModelOpt {modelopt_version()} cannot be used here: {error}; {TESTED_VERSION} is what "
+            "was tested, and in a checkout pip install '.[quantize]' brings it"
+        ) from error
     finally:
         logging.disable(before)
 

@@ -210,3 +210,23 @@ def test_another_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_modelopt, "version", lambda _: "0.50.1")
     (warning,) = quantize_modelopt.check_modelopt()
     assert "ModelOpt 0.50.1 is installed, and 0.47.0 is what was tested" in warning
+
+
+def test_version_that_cannot_be_used_is_told(
+    float_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As 0.41 does, which has no such configuration."""
+    import modelopt.torch.quantization as mtq
+
+    from builder import quantize_modelopt
+
+    monkeypatch.setattr(quantize_modelopt, "version", lambda _: "0.41.0")
+    monkeypatch.delattr(mtq, "W4A16_NVFP4_CFG")
+    assert quantize(float_dir, tmp_path / "out", "nvfp4") == 1
+    complaint = capsys.readouterr().err
+    assert "ModelOpt 0.41.0 cannot be used here: " in complaint
+    assert "0.47.0 is what was tested" in complaint
+    assert not (tmp_path / "out").exists()
