@@ -48,7 +48,7 @@ def _expand(tensors: Tensors, attributes: Attributes) -> torch.Tensor:
     a, shape = tensors
     wanted = a.new_empty(()).expand(shape.tolist())
     spread: torch.Tensor = torch.broadcast_tensors(a, wanted)[0]  # type: ignore[no-untyped-call]
-    return spread
+    return spread.contiguous()  # a cache may be made so, and is then written
 
 
 def _slice(tensors: Tensors, attributes: Attributes) -> torch.Tensor:
