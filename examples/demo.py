@@ -156,7 +156,7 @@ def ask(chat: Chat, asked: Asked, metrics: str) -> Turn:
     before = counted(metrics)
     print(f"\n{INDENT}{asked.title}")
     for paragraph in asked.shown.split("\n"):
-        print("\n".join(f"  > {line}" for line in textwrap.wrap(paragraph, 92) or [""]))
+        print("\n".join(f"  > {line}".rstrip() for line in textwrap.wrap(paragraph, 92) or [""]))
     print(f"\n{INDENT}", end="", flush=True)
     asked_at = time.perf_counter()
     with chat.ask(asked.prompt) as answer:
@@ -223,8 +223,8 @@ def second_turn(first: Turn, second: Turn) -> str:
         raise DemoError("the second turn repeats the first one's document and hit nothing")
     return "\n" + textwrap.fill(
         f"The second turn about the document found {second.cached:,} of its {second.prompt:,} "
-        f"prompt tokens in the prefix cache and ran {second.replayed} rows before them again "
-        f"(bounded replay: one window). Its first token came after {second.first_token:.2f} s, the "
+        f"prompt tokens in the prefix cache and ran the last {second.replayed} of these again "
+        f"(bounded replay). Its first token came after {second.first_token:.2f} s, the "
         f"first turn's after {first.first_token:.2f} s.",
         96,
         initial_indent=INDENT,
