@@ -106,7 +106,7 @@ def one_document(rng: Random, max_tokens: int) -> Conversation:
     """
     mode = draw_mode(rng)
     limit = 1 if mode == "thinking" else MAX_QUESTIONS_PER_DOCUMENT
-    num_questions = between(rng, 1, max(1, min(limit, (max_tokens - 64) // 96)))
+    num_questions = between(rng, 1, max(1, min(limit, (max_tokens - 64) // 64)))
     overhead = 48 + 36 * num_questions
     text, facts = retrieval.document(rng, max(max_tokens - overhead, 48), num_questions)
     messages = []

@@ -37,7 +37,8 @@ SHARES: Mapping[Stage, Mapping[TaskName, float]] = MappingProxyType(
     }
 )  # fmt: skip
 MIN_DOCUMENT_TOKENS = 192
-# A conversation is dropped when it does not fit; after this many in a row the rest is padding.
+# A conversation is dropped when it does not fit; after this many in a row, and when less than the
+# longest conversation is left, the rest is padding.
 _MISFITS = 3
 
 
@@ -108,7 +109,7 @@ def make_batch(seed: int, index: int, tokens_per_batch: int, seq_len: int, stage
     tasks: list[TaskName] = []
     room = tokens_per_batch
     misfits = 0
-    while misfits < _MISFITS and room > 0:
+    while room >= seq_len or (misfits < _MISFITS and room > 0):
         limit = min(seq_len, room)
         task = min(shares, key=lambda name: given[name] / shares[name])
         if task == "retrieval" and limit < MIN_DOCUMENT_TOKENS:

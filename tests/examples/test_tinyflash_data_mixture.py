@@ -90,3 +90,11 @@ def test_speed_is_printed() -> None:
         made = sum(len(make_batch(0, i, 32768, seq_len, stage).tokens) for i in range(1, 9))
         rate = made / (time.perf_counter() - start)
         print(f"{stage}: {rate:,.0f} tokens/s on one core")
+
+
+def test_long_conversations_in_a_row_do_not_end_a_batch() -> None:
+    """At this index three conversations in a row are longer than 512 tokens."""
+    batch = make_batch(0, 79, 32768, 512, "short")
+    lengths = np.diff(batch.query_start)
+    assert lengths.max() <= 512
+    assert lengths.sum() == 32768

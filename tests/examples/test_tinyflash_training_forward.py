@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
+from engine.network.engram import EngramHash
 from engine.network.network import Network
 from engine.network.rope import RopeTables
 from examples.tinyflash.mixture import Batch
-from examples.tinyflash.training.batch import TrainingBatch, training_batch
+from examples.tinyflash.training.batch import Sizes, TrainingBatch, training_batch
 from examples.tinyflash.training.forward import BackboneForward
-from examples.tinyflash.training.initial import model_config
+from examples.tinyflash.training.initial import initial_weights, model_config
 from examples.tinyflash.training.selection import (
     Sample,
+    Span,
     indexer_loss,
-    length_groups,
     select_entries,
 )
 from plugins.linear import linear
@@ -31,10 +32,16 @@ Golden = Mapping[str, torch.Tensor]
 
 def forward_of(network: Network, data: TrainingBatch, **options: bool) -> BackboneForward:
     rope = RopeTables.build(network.config, torch.device("cpu"))
-    return BackboneForward(
-        network.config, network.weights, rope, network.engram_hash,
-        data.ragged, data.query_start, 16, torch.Generator().manual_seed(0), **options,
-    )  # fmt: skip
+    return BackboneForward(network.config, network.weights, rope, data, **options)
+
+
+def data_of(
+    batch: Batch, network: Network, *, trimmed: bool, sizes: Sizes | None = None
+) -> TrainingBatch:
+    host = training_batch(
+        batch, network.config, network.engram_hash, 0, trimmed=trimmed, sizes=sizes
+    )
+    return host.to("cpu")
 
 
 def golden_batch(golden: Golden) -> Batch:
@@ -52,7 +59,7 @@ def test_logits_equal_the_golden_ones(
     network64: Network, golden_of: Callable[[bool], Golden], trimmed: bool
 ) -> None:
     golden = golden_of(True)
-    data = training_batch(golden_batch(golden), network64.config, "cpu", trimmed=trimmed)
+    data = data_of(golden_batch(golden), network64, trimmed=trimmed)
     with torch.no_grad():
         logits = linear(forward_of(network64, data).run(), network64.weights.head)
     expected = golden["logits_decoder_replay" if trimmed else "logits_full"]
@@ -62,11 +69,27 @@ def test_logits_equal_the_golden_ones(
         assert difference < TOLERANCE
 
 
+def test_padding_changes_no_row(network64: Network, golden_of: Callable[[bool], Golden]) -> None:
+    golden = golden_of(True)
+    sizes = Sizes(rows=160, requests=6, decoder_rows=70, written=9, samples=16, max_context=62)
+    data = data_of(golden_batch(golden), network64, trimmed=True, sizes=sizes)
+    with torch.no_grad():
+        logits = linear(forward_of(network64, data).run(), network64.weights.head)
+    assert len(data.ragged.tokens) == 160
+    assert len(logits) == 70
+    expected = golden["logits_decoder_replay"]
+    rows = len(expected) + 1
+    for first in (0, rows):
+        assert (logits[first : first + len(expected)] - expected).abs().max() < TOLERANCE
+    assert data.weights.tolist() == [1.0, 1.0, *[0.0] * 7]
+    assert data.targets[:2].tolist() == [7, 7]
+
+
 def test_draft_features_equal_the_golden_ones(
     network64: Network, golden_of: Callable[[bool], Golden]
 ) -> None:
     golden = golden_of(True)
-    data = training_batch(golden_batch(golden), network64.config, "cpu", trimmed=False)
+    data = data_of(golden_batch(golden), network64, trimmed=False)
     forward = forward_of(network64, data, draft_features=True)
     with torch.no_grad():
         forward.run()
@@ -77,10 +100,11 @@ def test_draft_features_equal_the_golden_ones(
 def test_loss_rows_predict_the_written_tokens() -> None:
     """Two conversations of odd lengths 5 and 3; tokens 3, 4 and 2 are written."""
     config = replace(model_config(), sliding_window=2)
+    engram = EngramHash(config, initial_weights(config, 0).token_class)
     tokens = np.array([10, 11, 12, 13, 14, 20, 21, 22], dtype=np.int32)
     mask = np.array([0, 0, 0, 1, 1, 0, 0, 1], dtype=np.bool_)
     batch = Batch(tokens, mask, np.array([0, 5, 8], dtype=np.int32), ("arithmetic", "retrieval"))
-    data = training_batch(batch, config, "cpu", trimmed=True)
+    data = training_batch(batch, config, engram, 0, trimmed=True).to("cpu")
     # One padding token (id 2) follows each; the decoder starts at positions 3 − 2 and 2 − 2.
     assert data.ragged.tokens.tolist() == [10, 11, 12, 13, 14, 2, 20, 21, 22, 2]
     assert data.ragged.decoder_rows.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -99,8 +123,11 @@ def test_selection_takes_the_best_entries(tiny_config: ModelConfig, ratio_layer:
     queries = torch.randn(326, 3, 8, generator=generator, dtype=torch.float64)
     weights = torch.randn(326, 3, generator=generator, dtype=torch.float64)
     keys = torch.randn(326 // ratio, 8, generator=generator, dtype=torch.float64)
+    start = torch.from_numpy(np.repeat(starts[:-1], np.diff(starts)).astype(np.int64))
+    position = torch.arange(326) - start
+    span = Span(start // ratio, (position + 1) // ratio, 300 // ratio)
     slots, _ = select_entries(
-        queries, weights, keys, length_groups(starts, "cpu"), tiny_config, ratio_layer, None
+        queries, weights, keys, span, position, tiny_config, ratio_layer, None
     )
     for first, end in pairwise(starts):
         for row in (first, first + 1, first + 5, end - 1):

@@ -26,6 +26,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from examples.tinyflash.training import compiled
 from examples.tinyflash.training.rows import FUSED_ROUNDING
+from examples.tinyflash.training.selection import FUSED_SCORES, Span, index_scores
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = 37
@@ -106,7 +107,7 @@ def cases() -> list[Any]:
         moe = (normal(ROWS, width), ids, normal(ROWS, 2), experts(8, quantized),
                experts(1, quantized))  # fmt: skip
         cases.append(("moe", moe, {"swiglu_limit": 1.0}))
-    cases += [("mega_attention", attention(n), {"scale": 0.1}) for n in (0, 5, 16)]
+    cases += [("mega_attention", attention(n), {"scale": 0.1}) for n in (0, 5, 16, 70)]
     return [pytest.param(*case, id=f"{case[0]}-{n}") for n, case in enumerate(cases)]
 
 
@@ -150,3 +151,21 @@ def test_kernel_equals_reference(
 def test_rounding_gives_the_records_values(layout: RecordLayout, scale: float) -> None:
     values = normal(500, layout.width, std=scale).detach()
     assert torch.equal(FUSED_ROUNDING[layout.name](values), layout.round(values))
+
+
+def test_index_scores_equal_the_reference() -> None:
+    """Conversations of 5, 90 and 30 rows, ratio 1, of which the first 2 rows each are left out;
+    values that bfloat16 holds exactly."""
+    lengths, heads, width = (5, 90, 30), 8, 64
+    first = torch.cat([torch.full((n - 2,), sum(lengths[:i])) for i, n in enumerate(lengths)])
+    visible = torch.cat([torch.arange(3, n + 1) for n in lengths])
+    span = Span(first.to(DEVICE), visible.to(DEVICE), 90)
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randint(-6, 7, (len(first), heads, width), generator=generator)
+    keys = torch.randint(-6, 7, (sum(lengths), width), generator=generator)
+    arguments = (queries.float().to(DEVICE), normal(len(first), heads).detach(),
+                 keys.float().to(DEVICE), span)  # fmt: skip
+    expected, got = index_scores(*arguments), FUSED_SCORES[0](*arguments)
+    assert torch.equal(expected == -torch.inf, got == -torch.inf)
+    finite = expected > -torch.inf
+    assert (expected[finite] - got[finite]).abs().max() < 1e-4 * expected[finite].abs().max()

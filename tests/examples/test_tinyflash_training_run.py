@@ -15,6 +15,7 @@ from builder.progress import Progress
 from engine.config import ModelConfig
 from engine.tensor_source import SafetensorsSource
 from examples.tinyflash.mixture import Batch, make_batch
+from examples.tinyflash.training.batch import training_batch
 from examples.tinyflash.training.drafter import DrafterTrainer
 from examples.tinyflash.training.export import export
 from examples.tinyflash.training.initial import (
@@ -23,14 +24,15 @@ from examples.tinyflash.training.initial import (
     initial_weights,
     model_config,
 )
-from examples.tinyflash.training.loop import Plan, Trainer, load_weights_parts, save, train
+from examples.tinyflash.training.loop import Trainer, load_weights_parts, save, train
 from examples.tinyflash.training.monitor import probes, share_right
 from examples.tinyflash.training.optimizer import orthogonalised
 from examples.tinyflash.training.parameters import Parameters
+from examples.tinyflash.training.plan import Batches, Phase, Plan
 from plugins.formats.released import dequantize_fp4_rows, dequantize_fp8_blocks
 
 PLAN = Plan(
-    steps=12, tokens_per_batch=512, medium_from=1.0, long_from=1.0, wide_until=0.0,
+    steps=12, tokens_per_batch=512, phases=(Phase(1.0, 512, "short"),),
     quantized_from=0.5, decay_from=0.5, warmup_steps=2,
 )  # fmt: skip
 
@@ -54,17 +56,22 @@ def trainer_of(config: ModelConfig, plan: Plan = PLAN) -> Trainer:
     return Trainer(config, plan, initial_weights(config, 0), "cpu")
 
 
+def run(trainer: Trainer, out: Path, minutes: float) -> None:
+    batches = Batches(trainer.plan, trainer.step, 0, trainer.config, trainer.engram)
+    train(trainer, batches, out, minutes=minutes, probe_steps=0)
+
+
 def test_a_run_in_two_pieces_equals_one_run_and_learns(config: ModelConfig, tmp_path: Path) -> None:
     plan = replace(PLAN, steps=4, quantized_from=0.3)
     whole = trainer_of(config, plan)
-    train(whole, tmp_path / "whole", minutes=10, workers=0, probe_steps=0)
+    run(whole, tmp_path / "whole", 10)
     first = trainer_of(config, plan)
     for _ in range(3):
-        train(first, tmp_path / "parts", minutes=0, workers=0, probe_steps=0)
+        run(first, tmp_path / "parts", 0)
     assert first.step == 3
     second = trainer_of(config, plan)
     second.restore(torch.load(tmp_path / "parts" / "state.pt"))
-    train(second, tmp_path / "parts", minutes=10, workers=0, probe_steps=0)
+    run(second, tmp_path / "parts", 10)
     assert second.step == whole.step == 4
     for path, leaf in whole.parameters.leaves.items():
         assert torch.equal(leaf, second.parameters.leaves[path]), path
@@ -74,7 +81,8 @@ def test_a_run_in_two_pieces_equals_one_run_and_learns(config: ModelConfig, tmp_
 
 def test_the_loss_of_one_batch_falls_far_below_chance(config: ModelConfig, batch: Batch) -> None:
     trainer = trainer_of(config)
-    losses = [float(trainer.train_step(batch)["answer"]) for _ in range(8)]
+    host = training_batch(batch, config, trainer.engram, 0, trimmed=True)
+    losses = [float(trainer.train_step(host)["answer"]) for _ in range(8)]
     assert losses[0] > np.log(config.vocab_size) - 1.0
     assert losses[-1] < 0.5 * losses[0]
 
@@ -121,7 +129,8 @@ def test_the_drafter_learns_and_leaves_the_backbone_alone(
     parameters = Parameters(config, initial_weights(config, 0), "cpu")
     before = {path: leaf.detach().clone() for path, leaf in parameters.leaves.items()}
     drafter = DrafterTrainer(config, parameters, PLAN, "cpu")
-    losses = [float(drafter.train_step(batch)["draft"]) for _ in range(6)]
+    host = training_batch(batch, config, drafter.engram, 0, trimmed=True)
+    losses = [float(drafter.train_step(host)["draft"]) for _ in range(6)]
     assert losses[-1] < 0.8 * losses[0]
     moved = {p for p, leaf in parameters.leaves.items() if not torch.equal(leaf, before[p])}
     assert moved

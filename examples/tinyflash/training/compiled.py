@@ -23,7 +23,9 @@ from examples.tinyflash.training.device_kernels import (
     WeightedSwiglu,
 )
 from examples.tinyflash.training.device_rounding import RoundGroups
+from examples.tinyflash.training.device_scores import index_scores
 from examples.tinyflash.training.rows import FUSED_ROUNDING
+from examples.tinyflash.training.selection import FUSED_SCORES
 from plugins.linear import LinearWeight
 from plugins.mega_gate import Routing
 from plugins.mega_mhc import HcMix
@@ -51,6 +53,7 @@ def install() -> None:
         OPERATORS[name].__dict__["kernel"] = kernel
     for record, group in (("window", 32), ("main", 16), ("index", 32)):
         FUSED_ROUNDING[record] = partial(_rounded, record, group)
+    FUSED_SCORES[:] = [index_scores]
 
 
 def _rounded(record: str, group: int, values: torch.Tensor) -> torch.Tensor:

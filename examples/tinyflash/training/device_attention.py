@@ -15,53 +15,60 @@ import torch
 import triton
 import triton.language as tl
 
+_TILE = 32
+
+
+@triton.jit
+def _tile_scores(query, keys, slots, scale):
+    return tl.where((slots >= 0)[None, :], tl.dot(query, tl.trans(keys)) * scale, float("-inf"))
+
+
+@triton.jit
+def _attend_tile(query, rows, slots, scale, peak, total, out, D: tl.constexpr):
+    """One more tile of keys in a running softmax."""
+    d = tl.arange(0, D)
+    keys = tl.load(rows + slots[:, None] * D + d[None, :], mask=(slots >= 0)[:, None], other=0.0)
+    scores = _tile_scores(query, keys, slots, scale)
+    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    shrink = tl.exp(peak - higher)
+    p = tl.exp(scores - higher[:, None])
+    return higher, total * shrink + tl.sum(p, axis=1), out * shrink[:, None] + tl.dot(p, keys)
+
 
 @triton.jit
 def _attention_forward(
     q, window, window_slots, main, main_slots, sink, o, lse, scale,
-    H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, K: tl.constexpr, HAS_MAIN: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+    HAS_MAIN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, 16), tl.arange(0, D)
     is_head = h < H
     q_at = row * (H * D) + h[:, None] * D + d[None, :]
     query = tl.load(q + q_at, mask=is_head[:, None], other=0.0)
     peak = tl.load(sink + h, mask=is_head, other=0.0)
-    sink_logit = peak
+    total = tl.full((16,), 1.0, tl.float32)
+    out = tl.zeros((16, D), tl.float32)
     slots = tl.load(window_slots + row * W + tl.arange(0, W))
-    keys = tl.load(window + slots[:, None] * D + d[None, :], mask=(slots >= 0)[:, None], other=0.0)
-    scores = tl.where((slots >= 0)[None, :], tl.dot(query, tl.trans(keys)) * scale, float("-inf"))
-    peak = tl.maximum(peak, tl.max(scores, axis=1))
+    peak, total, out = _attend_tile(query, window, slots, scale, peak, total, out, D)
     if HAS_MAIN:
-        more = tl.load(main_slots + row * K + tl.arange(0, K))
-        entries = tl.load(
-            main + more[:, None] * D + d[None, :], mask=(more >= 0)[:, None], other=0.0
-        )
-        entry_scores = tl.where(
-            (more >= 0)[None, :], tl.dot(query, tl.trans(entries)) * scale, float("-inf")
-        )
-        peak = tl.maximum(peak, tl.max(entry_scores, axis=1))
-    p = tl.exp(scores - peak[:, None])
-    total = tl.exp(sink_logit - peak) + tl.sum(p, axis=1)
-    out = tl.dot(p, keys)
-    if HAS_MAIN:
-        p = tl.exp(entry_scores - peak[:, None])
-        total += tl.sum(p, axis=1)
-        out += tl.dot(p, entries)
+        for first in range(0, K, TILE):
+            more = tl.load(main_slots + row * K + first + tl.arange(0, TILE))
+            if tl.max(more, axis=0) >= 0:
+                peak, total, out = _attend_tile(query, main, more, scale, peak, total, out, D)
     tl.store(o + q_at, out / total[:, None], mask=is_head[:, None])
     tl.store(lse + row * H + h, peak + tl.log(total), mask=is_head)
 
 
 @triton.jit
-def _key_gradients(query, out_grad, keys, slots, lse, delta, scale, grad_keys, D: tl.constexpr):
+def _key_gradients(query, out_grad, rows, slots, lse, delta, scale, grad_rows, D: tl.constexpr):
     d = tl.arange(0, D)
-    scores = tl.where((slots >= 0)[None, :], tl.dot(query, tl.trans(keys)) * scale, float("-inf"))
-    p = tl.exp(scores - lse[:, None])
+    at, there = slots[:, None] * D + d[None, :], (slots >= 0)[:, None]
+    keys = tl.load(rows + at, mask=there, other=0.0)
+    p = tl.exp(_tile_scores(query, keys, slots, scale) - lse[:, None])
     ds = p * (tl.dot(out_grad, tl.trans(keys)) - delta[:, None]) * scale
     grad = tl.dot(tl.trans(ds), query) + tl.dot(tl.trans(p), out_grad)
-    tl.atomic_add(
-        grad_keys + slots[:, None] * D + d[None, :], grad, mask=(slots >= 0)[:, None], sem="relaxed"
-    )
+    tl.atomic_add(grad_rows + at, grad, mask=there, sem="relaxed")
     return tl.dot(ds, keys)
 
 
@@ -69,9 +76,10 @@ def _key_gradients(query, out_grad, keys, slots, lse, delta, scale, grad_keys, D
 def _attention_backward(
     q, window, window_slots, main, main_slots, o, lse, grad_o,
     grad_q, grad_window, grad_main, delta_out, scale,
-    H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, K: tl.constexpr, HAS_MAIN: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+    HAS_MAIN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, 16), tl.arange(0, D)
     is_head = h < H
     q_at = row * (H * D) + h[:, None] * D + d[None, :]
@@ -81,14 +89,14 @@ def _attention_backward(
     log_sum = tl.load(lse + row * H + h, mask=is_head, other=0.0)
     delta = tl.sum(out * out_grad, axis=1)
     slots = tl.load(window_slots + row * W + tl.arange(0, W))
-    keys = tl.load(window + slots[:, None] * D + d[None, :], mask=(slots >= 0)[:, None], other=0.0)
-    dq = _key_gradients(query, out_grad, keys, slots, log_sum, delta, scale, grad_window, D)
+    dq = _key_gradients(query, out_grad, window, slots, log_sum, delta, scale, grad_window, D)
     if HAS_MAIN:
-        more = tl.load(main_slots + row * K + tl.arange(0, K))
-        entries = tl.load(
-            main + more[:, None] * D + d[None, :], mask=(more >= 0)[:, None], other=0.0
-        )
-        dq += _key_gradients(query, out_grad, entries, more, log_sum, delta, scale, grad_main, D)
+        for first in range(0, K, TILE):
+            more = tl.load(main_slots + row * K + first + tl.arange(0, TILE))
+            if tl.max(more, axis=0) >= 0:
+                dq += _key_gradients(
+                    query, out_grad, main, more, log_sum, delta, scale, grad_main, D
+                )
     tl.store(grad_q + q_at, dq, mask=is_head[:, None])
     tl.store(delta_out + row * H + h, delta, mask=is_head)
 
@@ -111,7 +119,8 @@ class _SparseAttention(torch.autograd.Function):
         entry_slots = main_slots.contiguous() if main_slots is not None else window_slots
         rows, heads, dim = q.shape
         o, lse = torch.empty_like(q), q.new_empty(rows, heads)
-        sizes = (heads, dim, window_slots.shape[1], entry_slots.shape[1], has_main)
+        selected = entry_slots.shape[1]
+        sizes = (heads, dim, window_slots.shape[1], selected, min(selected, _TILE), has_main)
         _attention_forward[(rows,)](
             q, window, window_slots, entries, entry_slots, sink, o, lse, scale, *sizes, num_warps=2
         )

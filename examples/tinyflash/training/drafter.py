@@ -26,13 +26,14 @@ from engine.network.engram import EngramHash
 from engine.network.rope import RopeTables
 from engine.network.weights import NetworkWeights
 from examples.tinyflash.mixture import Batch
-from examples.tinyflash.training.batch import TrainingBatch, training_batch
+from examples.tinyflash.training.batch import HostBatch, TrainingBatch, training_batch
 from examples.tinyflash.training.forward import BackboneForward
 from examples.tinyflash.training.initial import checkpoint_config, checkpoint_weights
-from examples.tinyflash.training.loop import Plan, batches, save_weights
+from examples.tinyflash.training.loop import save_weights
 from examples.tinyflash.training.monitor import probes
 from examples.tinyflash.training.optimizer import Optimizer
 from examples.tinyflash.training.parameters import Parameters
+from examples.tinyflash.training.plan import Batches, Phase, Plan
 from plugins.linear import linear
 from plugins.norm import rms_norm
 
@@ -62,7 +63,7 @@ class DrafterTrainer:
         self.plan = plan
         self.device = device
         self._rope = RopeTables.build(config, torch.device(device))
-        self._engram = EngramHash(config, parameters.weights(quantized=False).token_class)
+        self.engram = EngramHash(config, parameters.weights(quantized=False).token_class.cpu())
         self._trained = {
             path: leaf
             for path, leaf in parameters.leaves.items()
@@ -71,13 +72,13 @@ class DrafterTrainer:
         for path, leaf in parameters.leaves.items():
             leaf.requires_grad_(path in self._trained)
         self._optimizer = Optimizer(self._trained, plan.matrix_lr, plan.adam_lr)
-        self._generator = torch.Generator(device)
+        self._generator = torch.Generator(device).manual_seed(0)
         self.step = 0
 
-    def train_step(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def train_step(self, batch: HostBatch) -> dict[str, torch.Tensor]:
         if self.step % _ROUNDING_REFRESH_STEPS == 0:
             self.parameters.refresh_rounding()
-        blocks, out = self._propose(training_batch(batch, self.config, self.device, trimmed=True))
+        blocks, out = self._propose(batch)
         right = out.logits.argmax(-1) == blocks.tokens[:, 1:]
         chain = blocks.written & _all_before(right)
         losses = {
@@ -90,7 +91,9 @@ class DrafterTrainer:
         }
         loss = losses["draft"] + _CONFIDENCE_WEIGHT * losses["confidence"]
         loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step(self.plan.learning_rate(self.step))
+        self._optimizer.set_share(self.plan.learning_rate(self.step))
+        self._optimizer.step()
+        self._optimizer.clear()
         self.step += 1
         accepted = (right & chain).sum(1).float().mean()
         return {**{name: one.detach() for name, one in losses.items()}, "accepted": accepted}
@@ -99,21 +102,19 @@ class DrafterTrainer:
     def accepted_by_position(self, batch: Batch) -> list[float]:
         """Share of anchors whose first k drafts are all right, k = 1 … B, where B tokens follow."""
         self.parameters.refresh_rounding()
-        blocks, out = self._propose(training_batch(batch, self.config, self.device, trimmed=True))
+        host = training_batch(batch, self.config, self.engram, self.step, trimmed=True)
+        blocks, out = self._propose(host)
         right = out.logits.argmax(-1) == blocks.tokens[:, 1:]
         whole = blocks.written.all(1)
         prefix = right[whole].int().cumprod(1).float()
         return [float(share) for share in prefix.mean(0)]
 
-    def _propose(self, data: TrainingBatch) -> tuple[Blocks, DraftLogits]:
+    def _propose(self, batch: HostBatch) -> tuple[Blocks, DraftLogits]:
+        data = batch.to(self.device)
         weights = self.parameters.weights(quantized=True)
         assert weights.draft is not None, "TinyFlash drafts"
         with torch.no_grad():
-            forward = BackboneForward(
-                self.config, weights, self._rope, self._engram,
-                data.ragged, data.query_start, 1, self._generator.manual_seed(self.step),
-                draft_features=True,
-            )  # fmt: skip
+            forward = BackboneForward(self.config, weights, self._rope, data, draft_features=True)
             forward.run()
             features = torch.cat(forward.collected.draft_features, dim=-1)
         draft = Draft(self.config, weights, weights.draft, self._rope)
@@ -127,7 +128,7 @@ class DrafterTrainer:
         """Random written tokens as anchors, the last of a conversation excepted."""
         ragged, size = data.ragged, self.config.dspark_block_size
         written = torch.zeros(ragged.num_rows + size + 1, dtype=torch.bool, device=self.device)
-        written[ragged.decoder_rows[data.loss_rows] + 1] = True
+        written[ragged.decoder_rows[data.loss_rows[data.weights > 0]] + 1] = True
         anchors = torch.nonzero(written[:-1] & written[1:]).squeeze(1)
         picked = torch.randperm(len(anchors), device=self.device, generator=self._generator)
         picked = picked[:_ANCHORS]
@@ -180,15 +181,22 @@ def main() -> None:
 
         install()
     config = checkpoint_config(options.checkpoint)
-    parameters = Parameters(config, checkpoint_weights(config, options.checkpoint), options.device)
+    weights = checkpoint_weights(config, options.checkpoint)
     # All lengths from the start, and seeds that the backbone did not see.
     plan = Plan(
-        options.steps, options.tokens_per_batch, medium_from=0.0, long_from=0.5, wide_until=0.0,
-        quantized_from=0.0, decay_from=0.3, seed=1,
-    )  # fmt: skip
+        options.steps,
+        options.tokens_per_batch,
+        (Phase(0.5, 2048, "short"), Phase(1.0, 8192, "long")),
+        quantized_from=0.0,
+        decay_from=0.3,
+        seed=1,
+    )
+    engram = EngramHash(config, weights.token_class)
+    batches = Batches(plan, 0, options.workers, config, engram)
+    parameters = Parameters(config, weights, options.device)
     trainer = DrafterTrainer(config, parameters, plan, options.device)
     deadline = time.monotonic() + 60 * options.minutes
-    for batch in batches(plan, 0, options.workers):
+    for batch in batches:
         values = trainer.train_step(batch)
         if trainer.step % _REPORT_STEPS == 0 or trainer.step == plan.steps:
             print(

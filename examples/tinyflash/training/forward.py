@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from engine.batch import Int32Array, RaggedBatch
 from engine.config import ModelConfig
 from engine.network.attention import output, queries, query_latent, window_row
 from engine.network.block import Residual, collapse, embed
-from engine.network.engram import EngramHash, inject
+from engine.network.engram import inject
 from engine.network.rope import RopeTables
 from engine.network.rows import SegmentRows
 from engine.network.weights import (
@@ -28,13 +27,14 @@ from engine.network.weights import (
     LayerWeights,
     NetworkWeights,
 )
+from examples.tinyflash.tokenizer import PAD_ID
+from examples.tinyflash.training.batch import TrainingBatch
 from examples.tinyflash.training.rows import TrainingCache, round_rows
 from examples.tinyflash.training.selection import (
-    Candidates,
     Sample,
+    Span,
     attention_to_entries,
     indexer_loss,
-    length_groups,
     select_entries,
 )
 from plugins.compressor import pool_pairs
@@ -45,10 +45,6 @@ from plugins.mega_mhc import HcMix, hc_expand, hc_mix
 from plugins.moe import moe
 from plugins.norm import rms_norm
 from plugins.rope import apply_rope
-
-# Sampled rows times the longest context: what teaching the indexers may cost.
-_SAMPLE_ENTRIES = 3 << 19
-_MIN_SAMPLES = 96
 
 
 class Scored(NamedTuple):
@@ -63,7 +59,7 @@ class Selected(NamedTuple):
     """The selection that the layers above an index source reuse."""
 
     slots: torch.Tensor | None  # [T, K]
-    candidates: Candidates | None
+    candidates: torch.Tensor | None  # [T, blocks] bool
 
 
 @dataclass
@@ -76,34 +72,24 @@ class Collected:
 
 
 class BackboneForward:
-    """One forward of a ragged batch of whole conversations, each of even length.
-
-    At most `num_samples` rows of each half, drawn by `generator`, teach its indexers.
-    """
+    """One forward of a ragged batch of whole conversations, each of even length."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: NetworkWeights,
         rope: RopeTables,
-        engram: EngramHash,
-        batch: RaggedBatch,
-        query_start: Int32Array,
-        num_samples: int,
-        generator: torch.Generator,
+        data: TrainingBatch,
         *,
         draft_features: bool = False,
     ) -> None:
         self.config = config
         self.weights = weights
         self.rope = rope
-        self.batch = batch
+        self.batch = data.ragged
         self.collected = Collected()
-        self.cache = TrainingCache(config, batch, weights.embed.dtype)
-        self._engram_rows = engram.rows(batch)
-        self._groups = length_groups(query_start, str(batch.tokens.device))
-        self._num_samples = num_samples
-        self._generator = generator
+        self.cache = TrainingCache(config, data.ragged, weights.embed.dtype)
+        self._data = data
         self._wants_features = draft_features
         self._scored: Scored | None = None
         self._target: torch.Tensor | None = None
@@ -113,24 +99,45 @@ class BackboneForward:
         config, batch = self.config, self.batch
         rows = SegmentRows.of_encoder(batch, self.cache, config)
         residual = embed(batch.tokens, self.weights.embed, config)
-        residual = self._segment(range(config.decoder_start), residual, rows)
+        kept = torch.arange(batch.num_rows, device=batch.tokens.device)
+        residual = self._segment(
+            range(config.decoder_start), residual, rows, kept, self._data.encoder_sample
+        )
         layer = config.decoder_start
         self._compress(layer, collapse(residual, self.weights.layers[layer].attn_norm, config))
         rows = SegmentRows.of_decoder(batch, self.cache, config)
-        residual = residual.rows(batch.decoder_rows)
-        residual = self._segment(range(layer, config.num_hidden_layers), residual, rows)
+        kept = batch.decoder_rows
+        residual = Residual(
+            residual.streams.index_select(0, kept), residual.pre.index_select(0, kept)
+        )
+        residual = self._segment(
+            range(layer, config.num_hidden_layers), residual, rows, kept, self._data.decoder_sample
+        )
         return collapse(residual, self.weights.norm, config)
 
-    def _segment(self, layers: range, residual: Residual, rows: SegmentRows) -> Residual:
+    def _segment(
+        self,
+        layers: range,
+        residual: Residual,
+        rows: SegmentRows,
+        kept: torch.Tensor,
+        sampled: torch.Tensor,
+    ) -> Residual:
         config = self.config
-        sample = self._sample(rows)
+        sample = Sample(
+            sampled,
+            self.batch.query_start[rows.request[sampled]],
+            rows.positions[sampled],
+            self.batch.max_context,
+        )
+        counted = self.batch.tokens[kept] != PAD_ID
         selection = Selected(None, None)
         for layer in layers:
             weights = self.weights.layers[layer]
             if self._wants_features and layer in config.dspark_target_layer_ids:
                 self.collected.draft_features.append(residual.streams.mean(1).detach())
             if weights.engram is not None:
-                engram_rows, eps = self._engram_rows[layer], config.rms_norm_eps
+                engram_rows, eps = self._data.engram_rows[layer], config.rms_norm_eps
                 streams = inject(residual.streams, engram_rows, weights.engram, None, eps)
                 residual = Residual(streams, residual.pre)
             u = collapse(residual, weights.attn_norm, config)
@@ -144,7 +151,7 @@ class BackboneForward:
                     rows, sample, selection.candidates,
                 )  # fmt: skip
             y = self._attention(layer, u, latent, weights.attention, rows, sample, selection.slots)
-            residual = self._after_attention(layer, residual, y, weights)
+            residual = self._after_attention(layer, residual, y, weights, counted)
         self._teach(sample)
         return residual
 
@@ -169,7 +176,7 @@ class BackboneForward:
         weights: IndexerWeights,
         rows: SegmentRows,
         sample: Sample,
-        candidates: Candidates | None,
+        candidates: torch.Tensor | None,
     ) -> Selected:
         """The selection of an index source; its sampled rows wait for their target."""
         picked = sample.rows
@@ -179,20 +186,17 @@ class BackboneForward:
         )
         with torch.no_grad():
             queries, head_weights = self._index_queries(u, latent, rows.positions, layer, weights)
-        trimmed = len(rows.positions) < self.batch.num_rows
-        if trimmed:
-            queries = _spread(queries, self.batch)
-            head_weights = _spread(head_weights, self.batch)
-        slots, candidates = select_entries(
-            queries,
-            head_weights,
-            self.cache.index(self._source(layer)).values,
-            self._groups,
-            self.config,
-            layer,
-            candidates,
+        ratio = self.config.ratio(layer)
+        span = Span(
+            self.batch.query_start[rows.request] // ratio,
+            ((rows.positions + 1) // ratio).clamp(max=self.batch.max_context // ratio),
+            max(self.batch.max_context // ratio, 1),
         )
-        return Selected(slots[self.batch.decoder_rows] if trimmed else slots, candidates)
+        keys = self.cache.index(self._source(layer)).values
+        slots, candidates = select_entries(
+            queries, head_weights, keys, span, rows.positions, self.config, layer, candidates
+        )
+        return Selected(slots, candidates)
 
     def _source(self, layer: int) -> int:
         source = self.config.kv_source(layer)
@@ -289,7 +293,12 @@ class BackboneForward:
         self._scored, self._target = None, None
 
     def _after_attention(
-        self, layer: int, residual: Residual, y: torch.Tensor, weights: LayerWeights
+        self,
+        layer: int,
+        residual: Residual,
+        y: torch.Tensor,
+        weights: LayerWeights,
+        counted: torch.Tensor,
     ) -> Residual:
         config = self.config
         attn = _mix(residual.streams, weights.attn_hc, config)
@@ -307,7 +316,8 @@ class BackboneForward:
             gate_temp=config.gate_temp,
         )
         expert = torch.arange(config.n_routed_experts, device=u.device)
-        self.collected.expert_counts[layer] = (routing.ids.unsqueeze(-1) == expert).sum((0, 1))
+        chosen = (routing.ids.unsqueeze(-1) == expert) & counted.view(-1, 1, 1)
+        self.collected.expert_counts[layer] = chosen.sum((0, 1))
         y = moe(
             u,
             routing.ids,
@@ -317,23 +327,6 @@ class BackboneForward:
             swiglu_limit=config.swiglu_limit,
         )
         return Residual(hc_expand(streams, y, ffn.post, ffn.comb), ffn.pre)
-
-    def _sample(self, rows: SegmentRows) -> Sample:
-        """Random rows of a segment, in positions where something has to be left out."""
-        crowded = (rows.positions + 1) // 2 > self.config.index_topk
-        weight = crowded.float() + 1e-6
-        affordable = max(_MIN_SAMPLES, _SAMPLE_ENTRIES // self.batch.max_context)
-        picked = torch.multinomial(
-            weight,
-            min(self._num_samples, affordable, len(weight)),
-            generator=self._generator,
-        )
-        return Sample(
-            picked,
-            self.batch.query_start[rows.request[picked]],
-            rows.positions[picked],
-            self.batch.max_context,
-        )
 
 
 def _latent(u: torch.Tensor, weights: CompressorWeights) -> torch.Tensor:
@@ -354,10 +347,3 @@ def _mix(streams: torch.Tensor, weights: HyperWeights, config: ModelConfig) -> H
         hc_eps=config.hc_eps,
         norm_eps=config.rms_norm_eps,
     )
-
-
-def _spread(values: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
-    """Rows of the decoder at their place among all rows, zeros elsewhere."""
-    spread = values.new_zeros(batch.num_rows, *values.shape[1:])
-    spread[batch.decoder_rows] = values
-    return spread

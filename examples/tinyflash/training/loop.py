@@ -15,10 +15,8 @@ import argparse
 import dataclasses
 import json
 import math
-import multiprocessing
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -28,8 +26,8 @@ from engine.config import ModelConfig
 from engine.network.engram import EngramHash
 from engine.network.rope import RopeTables
 from engine.network.weights import NetworkWeights
-from examples.tinyflash.mixture import Batch, Stage, make_batch
-from examples.tinyflash.training.batch import TrainingBatch, training_batch
+from examples.tinyflash.training.batch import HostBatch, TrainingBatch, training_batch
+from examples.tinyflash.training.captured import CapturedSteps
 from examples.tinyflash.training.forward import BackboneForward
 from examples.tinyflash.training.initial import (
     checkpoint_config,
@@ -40,58 +38,13 @@ from examples.tinyflash.training.initial import (
 from examples.tinyflash.training.monitor import probes, share_right
 from examples.tinyflash.training.optimizer import Optimizer
 from examples.tinyflash.training.parameters import Parameters
+from examples.tinyflash.training.plan import Batches, Phase, Plan
 from plugins.linear import linear
 
 _ROUNDING_REFRESH_STEPS = 8
 _BIAS_STEP = 1e-3
 _REPORT_STEPS = 50
-_INDEXER_SAMPLES = 512
 _WEIGHT_PARTS = 3
-_WHOLE_EVERY = 4  # one step in four runs the decoder on all rows
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A whole training run. Everything that a resumed piece must agree on."""
-
-    steps: int
-    tokens_per_batch: int
-    medium_from: float = 0.15  # shares of the steps after which conversations get longer
-    long_from: float = 0.45
-    wide_until: float = 0.08  # before it, four times as many entries are selected
-    quantized_from: float = 0.75  # after it, weights are rounded
-    decay_from: float = 0.6
-    matrix_lr: float = 0.02
-    adam_lr: float = 2e-3
-    warmup_steps: int = 100
-    seed: int = 0
-
-    def learning_rate(self, step: int) -> float:
-        """As a share of the peak."""
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        start = self.decay_from * self.steps
-        cool = 1.0 if step < start else max(0.0, (self.steps - step) / (self.steps - start))
-        return warm * cool
-
-    def data(self, step: int) -> tuple[int, Stage]:
-        """Longest conversation and mixture of a step: short ones first, then up to 8K tokens."""
-        share = step / self.steps
-        if share < self.medium_from:
-            return 512, "short"
-        if share < self.long_from:
-            return 2048, "short"
-        return 8192, "long"
-
-    def quantized(self, step: int) -> bool:
-        return step >= self.quantized_from * self.steps
-
-    def index_topk(self, step: int, config: ModelConfig) -> int:
-        return config.index_topk * (4 if step < self.wide_until * self.steps else 1)
-
-
-def _draw(plan: Plan, step: int) -> Batch:
-    seq_len, stage = plan.data(step)
-    return make_batch(plan.seed, step, plan.tokens_per_batch, seq_len, stage)
 
 
 class Trainer:
@@ -103,38 +56,58 @@ class Trainer:
         self.device = device
         self.parameters = Parameters(config, weights, device)
         self.rope = RopeTables.build(config, torch.device(device))
-        self.engram = EngramHash(config, weights.token_class.to(device))
+        self.engram = EngramHash(config, weights.token_class)
         leaves = self.parameters.leaves
         self.trained = {p: t for p, t in leaves.items() if not _frozen(p)}
         self._biases = [leaves[f"layers.{i}.moe.bias"] for i in range(config.num_hidden_layers)]
         self.optimizer = Optimizer(self.trained, plan.matrix_lr, plan.adam_lr)
-        self._generator = torch.Generator(device)
+        self._captured = CapturedSteps(self.optimizer.clear) if device != "cpu" else None
+        self._phase: Phase | None = None
         self.step = 0
         self.history: list[dict[str, float]] = []
 
-    def train_step(self, batch: Batch) -> dict[str, torch.Tensor]:
-        plan = self.plan
-        quantized = plan.quantized(self.step)
-        due = self.step % _ROUNDING_REFRESH_STEPS == 0 or not self.parameters.rounding
-        if quantized and due:
+    def train_step(self, batch: HostBatch) -> dict[str, torch.Tensor]:
+        """Losses and the gradient's norm; on a device valid until the next step."""
+        plan, step = self.plan, self.step
+        data = batch.to(self.device)
+        quantized = plan.quantized(step)
+        if self._captured is None:
+            self._prepare(step)
+            values = self._learn(data, quantized=quantized)
+        else:
+            if plan.phase(step) != self._phase:
+                self._captured.forget()
+                self._phase = plan.phase(step)
+            with torch.cuda.stream(self._captured.stream):
+                self._prepare(step)
+            variant = (len(data.ragged.decoder_rows), quantized)
+            learn = partial(self._learn, quantized=quantized)
+            values = self._captured.run(variant, learn, data)
+        self.step += 1
+        return values
+
+    def _prepare(self, step: int) -> None:
+        self.optimizer.set_share(self.plan.learning_rate(step))
+        due = step % _ROUNDING_REFRESH_STEPS == 0 or not self.parameters.rounding
+        if self.plan.quantized(step) and due:
             self.parameters.refresh_rounding()
-        data = training_batch(
-            batch, self.config, self.device, trimmed=self.step % _WHOLE_EVERY != 0
-        )
+
+    def _learn(self, data: TrainingBatch, *, quantized: bool) -> dict[str, torch.Tensor]:
         losses = self.losses(data, quantized=quantized)
         (losses["answer"] + losses["indexer"]).backward()  # type: ignore[no-untyped-call]
-        norm = self.optimizer.step(plan.learning_rate(self.step))
-        self.step += 1
+        norm = self.optimizer.step()
+        self.optimizer.clear()
         return {**{k: v.detach() for k, v in losses.items()}, "grad_norm": norm}
 
     def losses(self, data: TrainingBatch, *, quantized: bool) -> dict[str, torch.Tensor]:
         logits, forward = self._run(data, quantized=quantized)
         self._balance(forward.collected.expert_counts)
         each = torch.nn.functional.cross_entropy(logits, data.targets, reduction="none")
+        right = (logits.argmax(-1) == data.targets) * (data.weights > 0)
         return {
             "answer": (each * data.weights).sum() / data.weights.sum(),
             "indexer": torch.stack(forward.collected.indexer_losses).mean(),
-            "accuracy": (logits.argmax(-1) == data.targets).float().mean(),
+            "accuracy": right.sum() / (data.weights > 0).sum(),
         }
 
     @torch.no_grad()
@@ -143,25 +116,22 @@ class Trainer:
         quantized = self.plan.quantized(self.step) and bool(self.parameters.rounding)
         result = {}
         for probe in probes():
-            data = training_batch(probe.batch, self.config, self.device, trimmed=True)
+            batch = training_batch(probe.batch, self.config, self.engram, 0, trimmed=True)
+            data = batch.to(self.device)
             logits, _ = self._run(data, quantized=quantized)
             right = logits.argmax(-1) == data.targets
             result[probe.name] = share_right(right, probe.batch)
         return result
 
     def _run(self, data: TrainingBatch, *, quantized: bool) -> tuple[torch.Tensor, BackboneForward]:
-        topk = self.plan.index_topk(self.step, self.config)
+        topk = self.plan.phase(self.step).index_topk or self.config.index_topk
         forward = BackboneForward(
             dataclasses.replace(self.config, index_topk=topk),
             self.parameters.weights(quantized=quantized),
             self.rope,
-            self.engram,
-            data.ragged,
-            data.query_start,
-            _INDEXER_SAMPLES,
-            self._generator.manual_seed(self.step),
+            data,
         )
-        hidden = forward.run()[data.loss_rows]
+        hidden = forward.run().index_select(0, data.loss_rows)
         return linear(hidden, forward.weights.head), forward
 
     @torch.no_grad()
@@ -171,7 +141,13 @@ class Trainer:
         moves = _BIAS_STEP * torch.sign(load.mean(1, keepdim=True) - load)
         torch._foreach_add_(self._biases, list(moves.unbind(0)))
 
+    def wait(self) -> None:
+        """Until the device has done all steps."""
+        if self._captured is not None:
+            torch.cuda.synchronize()
+
     def state(self) -> dict[str, object]:
+        self.wait()
         return {
             "step": self.step,
             "leaves": {p: t.detach() for p, t in self.parameters.leaves.items()},
@@ -185,7 +161,8 @@ class Trainer:
         self.optimizer.restore(state["optimizer"])  # type: ignore[arg-type]
         self.step = int(state["step"])  # type: ignore[call-overload]
         self.history = list(state["history"])  # type: ignore[call-overload]
-        self.parameters.rounding = dict(state["rounding"])  # type: ignore[call-overload]
+        rounding: dict[str, torch.Tensor] = state["rounding"]  # type: ignore[assignment]
+        self.parameters.rounding = {p: t.to(self.device) for p, t in rounding.items()}
 
 
 def _frozen(path: str) -> bool:
@@ -193,28 +170,25 @@ def _frozen(path: str) -> bool:
     return path.endswith(("moe.bias", "moe.bias_image")) or path.startswith("draft.")
 
 
-def batches(plan: Plan, first: int, workers: int) -> Iterator[Batch]:
-    """The batches of steps `first` … in order, made by worker processes ahead of time."""
-    if not workers:
-        yield from map(partial(_draw, plan), range(first, plan.steps))
-        return
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
-        yield from pool.imap(partial(_draw, plan), range(first, plan.steps))
-
-
 def train(
-    trainer: Trainer, out: Path, *, minutes: float, workers: int, probe_steps: int = 500
+    trainer: Trainer,
+    batches: Iterable[HostBatch],
+    out: Path,
+    *,
+    minutes: float,
+    probe_steps: int = 500,
 ) -> None:
-    """Train until the plan's end or for `minutes`, then write the state.
+    """Train until the batches' end or for `minutes`, then write the state.
 
     Every `probe_steps` steps and at the end the held-out accuracies are printed; never for 0.
     """
     deadline = time.monotonic() + 60 * minutes
     plan = trainer.plan
     last_time, last_step = time.monotonic(), trainer.step
-    for batch in batches(plan, trainer.step, workers):
+    for batch in batches:
         values = trainer.train_step(batch)
         if trainer.step % _REPORT_STEPS == 0 or trainer.step == plan.steps:
+            trainer.wait()
             record = {k: float(v) for k, v in values.items()}
             now = time.monotonic()
             rate = plan.tokens_per_batch * (trainer.step - last_step) / (now - last_time)
@@ -236,6 +210,7 @@ def train(
 
 
 def _probe(trainer: Trainer) -> None:
+    trainer.wait()
     shares = trainer.held_out()
     trainer.history.append({"step": trainer.step, **shares})
     print("  ".join(f"{name} {share:.2f}" for name, share in shares.items()), flush=True)
@@ -273,7 +248,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--tokens-per-batch", type=int, default=49152)
+    parser.add_argument("--tokens-per-batch", type=int, default=32768)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--start-from", type=Path, help="checkpoint to begin with")
@@ -290,12 +265,16 @@ def main() -> None:
         config = checkpoint_config(options.start_from)
         weights = checkpoint_weights(config, options.start_from)
     plan = Plan(options.steps, options.tokens_per_batch)
+    saved = options.out / "state.pt"
+    state = torch.load(saved, map_location="cpu") if saved.exists() else None
+    first = 0 if state is None else state["step"]
+    engram = EngramHash(config, weights.token_class)
+    batches = Batches(plan, first, options.workers, config, engram)
     trainer = Trainer(config, plan, weights, options.device)
-    state = options.out / "state.pt"
-    if state.exists():
-        trainer.restore(torch.load(state, map_location=options.device))
+    if state is not None:
+        trainer.restore(state)
         print(f"resumed at step {trainer.step}", flush=True)
-    train(trainer, options.out, minutes=options.minutes, workers=options.workers)
+    train(trainer, batches, options.out, minutes=options.minutes)
 
 
 if __name__ == "__main__":

@@ -22,36 +22,50 @@ _ITERATIONS = 5
 
 
 class Optimizer:
-    """Muon and Adam over the trained leaves, stepped and scheduled together."""
+    """Muon and Adam over the trained leaves, stepped and scheduled together.
+
+    The learning rates are tensors and nothing waits for the device, so that a captured graph may
+    hold a step. Gradients are left to the caller to clear.
+    """
 
     def __init__(self, trained: Mapping[str, torch.Tensor], matrix_lr: float, adam_lr: float):
         matrices = [t for path, t in trained.items() if _is_matrix(path, t)]
         rest = [t for path, t in trained.items() if not _is_matrix(path, t)]
         self._trained = [*matrices, *rest]
         self._peaks = (matrix_lr, adam_lr)
+        on_device = rest[0].is_cuda
+        self._rates = [torch.tensor(peak, device=rest[0].device) for peak in self._peaks]
         self._parts: tuple[torch.optim.Optimizer, ...] = (
-            Muon(matrices, lr=matrix_lr),
+            Muon(matrices, self._rates[0]),
             torch.optim.AdamW(
-                rest, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0,
-                fused=rest[0].is_cuda,
+                rest, lr=self._rates[1], betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0,
+                fused=on_device, capturable=on_device,
             ),
         )  # fmt: skip
 
-    def step(self, share: float) -> torch.Tensor:
-        """One step at `share` of the peak learning rates; returns the gradient's norm."""
-        norm = torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
-        for part, peak in zip(self._parts, self._peaks, strict=True):
-            part.param_groups[0]["lr"] = peak * share
+    def set_share(self, share: float) -> None:
+        """Learn at `share` of the peak rates from now on."""
+        for rate, peak in zip(self._rates, self._peaks, strict=True):
+            rate.fill_(peak * share)
+
+    def step(self) -> torch.Tensor:
+        """One step; returns the gradient's norm."""
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, 1.0, foreach=True)
+        for part in self._parts:
             part.step()
-            part.zero_grad(set_to_none=True)
         return norm
+
+    def clear(self) -> None:
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
 
     def state(self) -> list[dict[str, Any]]:
         return [part.state_dict() for part in self._parts]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
-        for part, saved in zip(self._parts, state, strict=True):
+        for part, saved, rate in zip(self._parts, state, self._rates, strict=True):
             part.load_state_dict(saved)
+            part.param_groups[0]["lr"] = rate
 
 
 def _is_matrix(path: str, tensor: torch.Tensor) -> bool:
@@ -59,12 +73,12 @@ def _is_matrix(path: str, tensor: torch.Tensor) -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Parameters [..., N, K]; leading dims are independent matrices."""
+    """Parameters [..., N, K]; leading dims are independent matrices. `lr` is a scalar tensor."""
 
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
-        lr: float,
+        lr: torch.Tensor,
         momentum: float = 0.95,
         weight_decay: float = 0.01,
     ) -> None:
@@ -92,7 +106,8 @@ class Muon(torch.optim.Optimizer):
             by_shape.setdefault((p.shape[-2], p.shape[-1]), []).append(i)
         for (rows, columns), members in by_shape.items():
             stacked = torch.cat([ahead[i].reshape(-1, rows, columns) for i in members])
-            updates = orthogonalised(stacked) * max(1.0, rows / columns) ** 0.5
+            rate = -group["lr"] * max(1.0, rows / columns) ** 0.5
+            updates = orthogonalised(stacked) * rate
             sizes = [parameters[i].numel() // (rows * columns) for i in members]
             torch._foreach_add_(
                 [parameters[i] for i in members],
@@ -100,7 +115,6 @@ class Muon(torch.optim.Optimizer):
                     part.view_as(parameters[i])
                     for i, part in zip(members, updates.split(sizes), strict=True)
                 ],
-                alpha=-group["lr"],
             )
 
 

@@ -114,11 +114,12 @@ class Parameters:
             self.leaves[path].copy_(value)
 
     def refresh_rounding(self) -> None:
-        """Compute anew what rounding adds to each leaf. Every few steps is enough."""
+        """Compute anew, in place, what rounding adds to each leaf. Every few steps is enough."""
         with torch.no_grad():
             for path, leaf in self.leaves.items():
                 if self._storage[path] != "f32":
-                    self.rounding[path] = released_values(leaf, self._storage[path]) - leaf
+                    added = released_values(leaf, self._storage[path]) - leaf
+                    self.rounding.setdefault(path, torch.empty_like(leaf)).copy_(added)
 
     def weights(self, *, quantized: bool) -> NetworkWeights:
         """The tree to run: the leaves, or the leaves as the released layout stores them.
