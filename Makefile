@@ -25,6 +25,12 @@ bench: setup  ## cost of the host side: admission of a long prompt, one schedule
 	$(VENV)/python benchmarks/cpu/admission.py --tokens 855040
 	$(VENV)/python benchmarks/cpu/scheduler_step.py --requests 256
 
+plans: setup  ## TensorRT plans of TinyFlash, which need no GPU to build (a minute)
+	@rm -rf runs/tinyflash-plans
+	$(VENV)/dsv41-build engine --checkpoint_dir examples/tinyflash/checkpoint \
+	  --output_dir runs/tinyflash-plans --plans
+	$(VENV)/dsv41-build inspect --engine runs/tinyflash-plans
+
 format: setup  ## rewrite the code in the project's format
 	$(VENV)/ruff check --fix .
 	$(VENV)/ruff format .
@@ -32,4 +38,4 @@ format: setup  ## rewrite the code in the project's format
 clean:  ## remove what the tasks made, .venv aside
 	rm -rf build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
-.PHONY: help setup demo test lint bench format clean
+.PHONY: help setup demo test lint bench plans format clean
