@@ -146,7 +146,7 @@ def matrices(kind: PackedFormat, count: int, dtype: torch.dtype) -> list[PackedM
 
 def stored(path: Path, tensor: onnx.TensorProto) -> np.ndarray[Any, Any]:
     """An initializer as a reader of ONNX files sees it: elements of its own type."""
-    array: np.ndarray[Any, Any] = onnx.numpy_helper.to_array(tensor, str(path.parent))
+    array: np.ndarray[Any, Any] = onnx.numpy_helper.to_array(tensor, str(path.parent)).copy()
     return array
 
 
@@ -186,7 +186,7 @@ def torch_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
         nibbles = array.view(np.uint8)
         return torch.from_numpy(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
     if array.dtype == ml_dtypes.float8_e4m3fn:
-        return torch.from_numpy(array.view(np.uint8).copy()).view(torch.float8_e4m3fn)
+        return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
