@@ -50,6 +50,7 @@ _STATE_NAME = "quantize.state.json"
 _SCALES_NAME = "quantize.scales.json"
 _SUMS_SUFFIX = ".sums.json"
 _CHUNK_VALUES = 4 << 20
+_SAME_INPUT = {"w1": "w3", "w3": "w1"}  # of an expert: the gated and the linear projection
 _RELEASED = {
     "fp8": (PackedFormat.FP8_BLOCKS, quantize_fp8_blocks),
     "fp4": (PackedFormat.FP4_ROWS, quantize_fp4_rows),
@@ -137,6 +138,7 @@ class _Run:
         self.jobs = jobs
         self.scales = {f"{name}.input_scale": scale for name, scale in scales.items()}
         self.progress = progress
+        self.amax: dict[str, float] = {}
 
     def write_shard(self, path: Path, stored: Mapping[str, TensorInfo]) -> None:
         totals: dict[str, ClassTotals] = {}
@@ -169,21 +171,34 @@ class _Run:
         weight = job.weight
         chunks = list(_chunks(weight.shape))
         source_bytes = sum(self.source.describe(name).num_bytes for name in job.names)
-        first = self._values(job, *chunks[0])
-        amax = float(first.abs().amax())
-        if job.requantized == "nvfp4" and len(chunks) > 1:  # its global scale needs all rows
-            amax = max(float(self._values(job, *chunk).abs().amax()) for chunk in chunks)
+        whole = self._global_amax(job) if job.requantized == "nvfp4" else None
         for chunk in chunks:
-            values = first if chunk == chunks[0] else self._values(job, *chunk)
+            values = self._values(job, *chunk)
+            amax = float(values.abs().amax()) if whole is None else whole
             matrix = self._write_rows(writer, job, values, amax)
             totals.add_rows(values, matrix)
             self.progress.advance(source_bytes * (chunk[1] - chunk[0]) // weight.shape[0])
-        if job.requantized == "nvfp4":
-            writer.write(f"{weight.base}.weight_scale_2", global_scale(weight.name, amax))
+        if whole is not None:
+            writer.write(f"{weight.base}.weight_scale_2", global_scale(weight.name, whole))
         totals.tensors += 1
         totals.values += weight.shape[0] * weight.shape[1]
         totals.source_bytes += source_bytes
         totals.output_bytes += sum(info.num_bytes for info in job.stored.values())
+
+    def _global_amax(self, job: _Job) -> float:
+        """What NVFP4's global scale comes from: all rows of the weight, and of the other matrix on
+        the same input of an expert. Fused kernels take one scale for both, so ModelOpt's export
+        gives them one."""
+        expert, _, part = job.weight.base.rpartition(".")
+        other = self.jobs.get(f"{expert}.{_SAME_INPUT.get(part, part)}.weight", job)
+        return max(self._amax(one) for one in (job, other) if one.requantized == "nvfp4")
+
+    def _amax(self, job: _Job) -> float:
+        name = job.weight.name
+        if name not in self.amax:
+            chunks = _chunks(job.weight.shape)
+            self.amax[name] = max(float(self._values(job, *one).abs().amax()) for one in chunks)
+        return self.amax[name]
 
     def _write_rows(
         self, writer: SafetensorsWriter, job: _Job, values: torch.Tensor, amax: float

@@ -91,14 +91,16 @@ def test_report_and_description(quantized: tuple[str, Path]) -> None:
 def test_modelopts_export_writes_the_same_tensors(
     quantized: tuple[str, Path], float_dir: Path
 ) -> None:
-    """ModelOpt's checkpoint export, experts included: names, bytes, and its description."""
+    """ModelOpt's checkpoint export, experts included: names, bytes, and its description. It gives
+    the two matrices on an expert's input one global scale, for kernels that fuse them."""
     import modelopt.torch.quantization as mtq
-    from modelopt.torch.export.quant_utils import get_quant_config
+    from modelopt.torch.export.quant_utils import get_quant_config, preprocess_linear_fusion
     from modelopt.torch.export.unified_export_hf import _process_quantized_modules
 
     format, directory = quantized
     source, made = Checkpoint.open(float_dir).source, Checkpoint.open(directory).source
-    names = ["layers.0.attn.wq_b", "layers.2.ffn.experts.1.w2", "layers.3.ffn.shared_experts.w1"]
+    experts = ("layers.2.ffn.experts.1", "layers.3.ffn.shared_experts", "layers.5.ffn.experts.0")
+    names = ["layers.0.attn.wq_b", *(f"{e}.{part}" for e in experts for part in ("w1", "w2", "w3"))]
     model = torch.nn.Module()
     for name in names:
         values = source.read(f"{name}.weight").clone()
@@ -116,6 +118,12 @@ def test_modelopts_export_writes_the_same_tensors(
     described = get_quant_config(model)["quantization"]
     ours = json.loads((directory / "hf_quant_config.json").read_text())["quantization"]
     assert {**described, "exclude_modules": ours["exclude_modules"]} == ours
+    if format == "nvfp4":
+        for expert in experts:
+            pair = [model.get_submodule(f"{expert}.{part}") for part in ("w1", "w3")]
+            preprocess_linear_fusion(pair)
+            first, second = (made.read(f"{expert}.{part}.weight_scale_2") for part in ("w1", "w3"))
+            assert torch.equal(first, second)
     _process_quantized_modules(model, torch.float32)
     exported = {name: t for name, t in model.state_dict().items() if "quantizer" not in name}
     assert exported.keys() == {name for name in made.names() if name.rpartition(".")[0] in names}
