@@ -136,7 +136,7 @@ def check(engine_dir: Path, options: Mapping[str, Any]) -> CheckedEngine:
             engine.tokenizer_path, config.vocab_size, config.bos_token_id
         )
     checked = CheckedEngine(engine, settings_for(engine, options), text, _end_ids(engine))
-    reason = refusal(engine) if checked.runs_plans else None
+    reason = refusal(engine, checked.dtype) if checked.runs_plans else None
     if reason is not None:
         raise EngineError(reason)
     checked.limits()

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from builder.plans.dialect import adapt
 from builder.plans.ranges import Range, shapes
 from engine.plans import Binding, PlanInfo
-from plugins.tensorrt_library import LIBRARIES, TensorRtError, load
+from plugins.tensorrt_library import LIBRARIES, TensorRtError, installed_version, load
 from plugins.tensorrt_plugin import register_plugins, torch_dtype
 
 
@@ -75,7 +75,7 @@ def build(task: Mapping[str, Any]) -> PlanInfo:
     outputs = [_output(network.get_output(i), aliased) for i in range(network.num_outputs)]
     return PlanInfo(
         library=library.name,
-        version=str(trt.__version__),
+        version=str(installed_version(library)),
         compute_capabilities=library.compute_capabilities or (_this_gpu(),),
         num_bytes=int(plan.nbytes),
         seconds=round(seconds, 3),

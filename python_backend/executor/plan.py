@@ -3,7 +3,7 @@
 A plan holds the network's weights; caches, page tables and Engram tables are its inputs, named and
 sized as engine/segments.py says. Caches are written in place.
 
-    reason = refusal(engine)                why this machine cannot run them, None where it can
+    reason = refusal(engine, dtype)         why this machine cannot run them, None where it can
     executor = open_plans(engine, dtype)(pools)
 
 Never run on a device: no machine at hand has a GPU that TensorRT-RTX supports, or full TensorRT.
@@ -70,14 +70,18 @@ class PlanExecutor(PagedExecutor):
 # -- what a machine can run ------------------------------------------------------------------------
 
 
-def refusal(engine: Engine) -> str | None:
-    """Why the engine's plans cannot run on this machine, as a sentence; None where they can."""
+def refusal(engine: Engine, dtype: torch.dtype) -> str | None:
+    """Why the engine's plans cannot run on this machine in `dtype`, as a sentence; None where they
+    can."""
     found = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
-    return refusal_on(engine.path, read_plans(engine.path), found)
+    return refusal_on(engine.path, read_plans(engine.path), dtype, found)
 
 
 def refusal_on(
-    path: Path, plans: Mapping[str, PlanInfo], compute_capability: tuple[int, int] | None
+    path: Path,
+    plans: Mapping[str, PlanInfo],
+    dtype: torch.dtype,
+    compute_capability: tuple[int, int] | None,
 ) -> str | None:
     """The same on a machine with such a GPU, None without one."""
     absent = [segment for segment in SEGMENTS if segment not in plans]
@@ -85,6 +89,12 @@ def refusal_on(
         return (
             f"expected the engine {path} to have plans, found none for {' and '.join(absent)}; "
             "build it with dsv41-build engine --plans, or leave --executor out"
+        )
+    built_for = next(b.dtype for b in plans["encoder"].bindings if b.name == "streams")
+    if f"torch.{built_for}" != str(dtype):
+        return (
+            f"expected --dtype {built_for}, which the plans of {path} compute in, got "
+            f"{str(dtype).removeprefix('torch.')}"
         )
     if compute_capability is None:
         return f"expected a GPU for the plans of {path}, found no CUDA device; leave --executor out"
@@ -215,7 +225,7 @@ def open_plans(engine: Engine, dtype: torch.dtype) -> Callable[[CachePools], Pla
     Raises EngineError with the sentence of `refusal`, or the library's own reason; the second step
     SettingsError for pools that the plans were not built for.
     """
-    reason = refusal(engine)
+    reason = refusal(engine, dtype)
     if reason is not None:
         raise EngineError(reason)
     plans = read_plans(engine.path)

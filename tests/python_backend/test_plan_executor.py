@@ -197,8 +197,11 @@ def test_tensors_that_the_plan_was_not_built_for(built: Built) -> None:
 
 def test_what_a_machine_lacks(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path("an engine")
-    assert refusal_on(path, built.plans, (8, 9)) is None
-    assert refusal_on(path, built.plans, (12, 0)) is None
+    dtype = torch.bfloat16
+    assert refusal_on(path, built.plans, dtype, (8, 9)) is None
+    assert refusal_on(path, built.plans, dtype, (12, 0)) is None
+    complaint = "expected --dtype bfloat16, which the plans of an engine compute in, got float32"
+    assert refusal_on(path, built.plans, torch.float32, (8, 9)) == complaint
     for plans, capability, complaint in (
         ({}, (8, 9), "found none for encoder and decoder; build it with dsv41-build engine --plan"),
         (built.plans, None, "expected a GPU for the plans of an engine, found no CUDA device"),
@@ -208,13 +211,13 @@ def test_what_a_machine_lacks(built: Built, monkeypatch: pytest.MonkeyPatch) -> 
             "runs on compute capability 8.x or 12.x, and this GPU has 9.0; build",
         ),
     ):
-        assert complaint in str(refusal_on(path, plans, capability))
+        assert complaint in str(refusal_on(path, plans, dtype, capability))
     older = {name: replace(plan, version="1.5.0") for name, plan in built.plans.items()}
     complaint = "built by tensorrt-rtx 1.5.0, cannot be loaded by 1.7.1.116: a plan needs the vers"
-    assert complaint in str(refusal_on(path, older, (8, 9)))
+    assert complaint in str(refusal_on(path, older, dtype, (8, 9)))
     full = {name: replace(plan, library="tensorrt") for name, plan in built.plans.items()}
     monkeypatch.setattr(plan_module, "missing", lambda library: f"{library.name} is not here")
-    assert "cannot be loaded: tensorrt is not here" in str(refusal_on(path, full, (8, 9)))
+    assert "cannot be loaded: tensorrt is not here" in str(refusal_on(path, full, dtype, (8, 9)))
 
 
 def test_serving_refuses_before_it_loads(built: Built, tmp_path: Path) -> None:
@@ -222,7 +225,7 @@ def test_serving_refuses_before_it_loads(built: Built, tmp_path: Path) -> None:
     path = built.engine.path
     if not torch.cuda.is_available():
         with pytest.raises(EngineError, match=r"expected a GPU for the plans.* leave --executor"):
-            check(path, {"executor": "plan"})
+            check(path, {"executor": "plan", "dtype": "bfloat16"})
         with pytest.raises(EngineError, match="expected a GPU for the plans"):
             open_plans(built.engine, torch.bfloat16)
     bare = Path(shutil.copytree(path, tmp_path / "bare"))
