@@ -71,7 +71,7 @@ def test_logits_equal_the_golden_ones(
 
 def test_padding_changes_no_row(network64: Network, golden_of: Callable[[bool], Golden]) -> None:
     golden = golden_of(True)
-    sizes = Sizes(rows=160, requests=6, decoder_rows=70, written=9, samples=16, max_context=62)
+    sizes = Sizes(rows=160, requests=6, decoder_rows=70, written=9, max_context=62)
     data = data_of(golden_batch(golden), network64, trimmed=True, sizes=sizes)
     with torch.no_grad():
         logits = linear(forward_of(network64, data).run(), network64.weights.head)
@@ -146,7 +146,7 @@ def test_selection_takes_the_best_entries(tiny_config: ModelConfig, ratio_layer:
 def test_indexer_loss_is_zero_where_scores_give_the_target() -> None:
     """One row, three visible entries, one head: scores log 1, log 2, log 4 give 1/7, 2/7, 4/7."""
     keys = torch.log(torch.tensor([[2.0], [4.0], [8.0]], dtype=torch.float64))
-    sample = Sample(torch.tensor([2]), torch.tensor([0]), torch.tensor([2]), 3)
+    sample = Sample(torch.tensor([2]), torch.tensor([0]), torch.tensor([2]))
     queries, weights = torch.ones(1, 1, 1).double(), torch.ones(1, 1).double()
     target = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64) / 7.0
     assert abs(float(indexer_loss(queries, weights, keys, target, sample, 1))) < 1e-8
@@ -155,3 +155,25 @@ def test_indexer_loss_is_zero_where_scores_give_the_target() -> None:
     expected = sum(1 / 3 * float(np.log(1 / 3 / share)) for share in shares)
     got = float(indexer_loss(queries, weights, keys, uniform, sample, 1))
     assert abs(got - expected) < 1e-8
+
+
+def test_the_candidate_source_learns_what_the_layers_above_attend_to(
+    network64: Network, golden_of: Callable[[bool], Golden]
+) -> None:
+    """Index sources 2, 4, 8 and 10 teach in this order, candidate source 6 last. Only the queries
+    of layer 11 change, which selects by source 10 among the blocks of 6."""
+    data = data_of(golden_batch(golden_of(True)), network64, trimmed=False)
+    rope = RopeTables.build(network64.config, torch.device("cpu"))
+    losses = []
+    for factor in (1.0, 4.0):
+        *below, last = network64.weights.layers
+        queries = replace(last.attention.wq_b, value=factor * last.attention.wq_b.value)
+        last = replace(last, attention=replace(last.attention, wq_b=queries))
+        weights = replace(network64.weights, layers=(*below, last))
+        forward = BackboneForward(network64.config, weights, rope, data)
+        with torch.no_grad():
+            forward.run()
+        losses.append([float(loss) for loss in forward.collected.indexer_losses])
+    before, after = losses
+    same = [one == other for one, other in zip(before, after, strict=True)]
+    assert same == [True, True, True, False, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +36,15 @@ PLAN = Plan(
     steps=12, tokens_per_batch=512, phases=(Phase(1.0, 512, "short"),),
     quantized_from=0.5, decay_from=0.5, warmup_steps=2,
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads sum the gradients of table rows in any order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

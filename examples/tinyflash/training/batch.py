@@ -25,9 +25,8 @@ N = TypeVar("N", bound=np.generic)
 
 # A retrieved value is one token in a long document; everything else in its answer is easy.
 _RETRIEVAL_WEIGHT = 4.0
-# Sampled rows times the longest context: what teaching the indexers may cost.
-_SAMPLE_ENTRIES = 3 << 18
-_MIN_SAMPLES, _MAX_SAMPLES = 96, 512
+# Rows of each segment that teach its indexers.
+_NUM_SAMPLES = 256
 # Conversations have 200 tokens on average, and a written share of 0.31 at most.
 _TOKENS_PER_REQUEST = 64
 _WRITTEN_SHARE = 0.35
@@ -37,13 +36,12 @@ _ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths of a batch's arrays: T rows, R requests, Td decoder rows, M written, S samples."""
+    """Lengths of a batch's arrays: T rows, R requests, Td decoder rows, M written."""
 
     rows: int
     requests: int
     decoder_rows: int
     written: int
-    samples: int
     max_context: int
 
     @staticmethod
@@ -56,7 +54,6 @@ class Sizes:
             requests=requests,
             decoder_rows=int(rows * _DECODER_SHARE) if trimmed else rows,
             written=int(rows * _WRITTEN_SHARE),
-            samples=_num_samples(seq_len),
             max_context=seq_len,
         )
 
@@ -152,7 +149,9 @@ def training_batch(
         weight = _fitted(weight, sizes.written, 0.0)
         loss_rows = _fitted(loss_rows, sizes.written, 0)
     max_context = int(lengths.max()) if sizes is None else sizes.max_context
-    samples = _num_samples(max_context) if sizes is None else sizes.samples
+    # What must be found decides an answer, and few rows look for it: half of the sample is theirs.
+    asking = np.zeros(num_rows, dtype=np.bool_)
+    asking[written[weight == _RETRIEVAL_WEIGHT] - 1] = True
     rng = np.random.default_rng(seed)
     zeros = np.zeros(requests, dtype=np.int64)
     step = StepArrays(
@@ -171,24 +170,25 @@ def training_batch(
         loss_rows=loss_rows,
         targets=tokens[written].astype(np.int64),
         weights=weight,
-        encoder_sample=_sample(rng, row, config, samples),
-        decoder_sample=_sample(rng, row[decoder_rows], config, samples),
+        encoder_sample=_sample(rng, row, asking, config),
+        decoder_sample=_sample(rng, row[decoder_rows], asking[decoder_rows], config),
         engram_rows={layer: rows.numpy() for layer, rows in engram.rows(step.to_torch()).items()},
         max_context=max_context,
     )
 
 
-def _num_samples(max_context: int) -> int:
-    return max(_MIN_SAMPLES, min(_MAX_SAMPLES, _SAMPLE_ENTRIES // max_context))
-
-
 def _sample(
-    rng: np.random.Generator, position: Int64Array, config: ModelConfig, count: int
+    rng: np.random.Generator, position: Int64Array, asking: BoolArray, config: ModelConfig
 ) -> Int64Array:
-    """Random rows of a segment, in positions where something has to be left out if there are."""
-    crowded = np.flatnonzero((position + 1) // 2 > config.index_topk)
-    picked = rng.choice(crowded if len(crowded) else np.arange(len(position)), count)
-    return np.sort(picked).astype(np.int64)
+    """Random rows of a segment where something has to be left out, half of them asking; any rows
+    where there are none of a kind."""
+    crowded = (position + 1) // 2 > config.index_topk
+    picked = []
+    for wanted in (crowded, crowded & asking):
+        rows = np.flatnonzero(wanted)
+        rows = rows if len(rows) else np.arange(len(position))
+        picked.append(rng.choice(rows, _NUM_SAMPLES // 2))
+    return np.sort(np.concatenate(picked)).astype(np.int64)
 
 
 def _fitted(values: npt.NDArray[N], size: int, filler: float) -> npt.NDArray[N]:

@@ -93,6 +93,7 @@ class BackboneForward:
         self._wants_features = draft_features
         self._scored: Scored | None = None
         self._target: torch.Tensor | None = None
+        self._candidate: tuple[Scored, torch.Tensor] | None = None
 
     def run(self) -> torch.Tensor:
         """Hidden rows [Td, D] of the decoder rows, before the head."""
@@ -128,7 +129,6 @@ class BackboneForward:
             sampled,
             self.batch.query_start[rows.request[sampled]],
             rows.positions[sampled],
-            self.batch.max_context,
         )
         counted = self.batch.tokens[kept] != PAD_ID
         selection = Selected(None, None)
@@ -153,6 +153,9 @@ class BackboneForward:
             y = self._attention(layer, u, latent, weights.attention, rows, sample, selection.slots)
             residual = self._after_attention(layer, residual, y, weights, counted)
         self._teach(sample)
+        if self._candidate is not None:
+            self._add_loss(*self._candidate, sample)
+            self._candidate = None
         return residual
 
     def _compress(self, layer: int, u: torch.Tensor) -> None:
@@ -278,19 +281,27 @@ class BackboneForward:
         self._target = mass if self._target is None else self._target + mass
 
     def _teach(self, sample: Sample) -> None:
-        """Close the current index source: all layers that share its selection have been summed."""
-        if self._scored is not None and self._target is not None:
-            source = self._source(self._scored.layer)
-            loss = indexer_loss(
-                self._scored.queries,
-                self._scored.head_weights,
-                self.cache.index(source).values,
-                self._target,
-                sample,
-                self.config.ratio(source),
-            )
-            self.collected.indexer_losses.append(loss)
+        """Close the current index source: all layers that share its selection have been summed.
+
+        The candidate source waits for the segment's end: the sources above it choose among its
+        blocks, so it learns what all of their layers attend to as well.
+        """
+        if self._scored is None or self._target is None:
+            return
+        if self._scored.layer == self.config.candidate_source_layer_id:
+            self._candidate = self._scored, self._target
+        else:
+            self._add_loss(self._scored, self._target, sample)
+            if self._candidate is not None:
+                scored, target = self._candidate
+                self._candidate = scored, target + self._target
         self._scored, self._target = None, None
+
+    def _add_loss(self, scored: Scored, target: torch.Tensor, sample: Sample) -> None:
+        source = self._source(scored.layer)
+        keys, ratio = self.cache.index(source).values, self.config.ratio(source)
+        loss = indexer_loss(scored.queries, scored.head_weights, keys, target, sample, ratio)
+        self.collected.indexer_losses.append(loss)
 
     def _after_attention(
         self,

@@ -6,7 +6,7 @@ Run it again to continue; it stops by itself after `--steps`. The last part of t
 network as the released layout stores it (weights rounded, inputs of quantised linears rounded)
 while the learning rate falls to zero. Beside the whole state, each piece writes the weights alone
 in bfloat16, a few files small enough to carry; `export` makes a checkpoint of them, from which
-`--start-from` begins a new run.
+`--plan long --start-from` begins a second run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from examples.tinyflash.training.initial import (
 from examples.tinyflash.training.monitor import probes, share_right
 from examples.tinyflash.training.optimizer import Optimizer
 from examples.tinyflash.training.parameters import Parameters
-from examples.tinyflash.training.plan import Batches, Phase, Plan
+from examples.tinyflash.training.plan import PLANS, Batches, Phase, Plan
 from plugins.linear import linear
 
 _ROUNDING_REFRESH_STEPS = 8
@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--plan", choices=sorted(PLANS), default="base")
     parser.add_argument("--tokens-per-batch", type=int, default=32768)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -264,7 +265,7 @@ def main() -> None:
     else:
         config = checkpoint_config(options.start_from)
         weights = checkpoint_weights(config, options.start_from)
-    plan = Plan(options.steps, options.tokens_per_batch)
+    plan = PLANS[options.plan](options.steps, options.tokens_per_batch)
     saved = options.out / "state.pt"
     state = torch.load(saved, map_location="cpu") if saved.exists() else None
     first = 0 if state is None else state["step"]

@@ -82,6 +82,27 @@ class Plan:
         )
 
 
+def base_plan(steps: int, tokens_per_batch: int) -> Plan:
+    """From random weights."""
+    return Plan(steps, tokens_per_batch)
+
+
+def long_plan(steps: int, tokens_per_batch: int) -> Plan:
+    """On from a trained checkpoint: long documents only, gently, on data not seen yet."""
+    return Plan(
+        steps,
+        tokens_per_batch,
+        phases=(Phase(1.0, 8192, "long"),),
+        quantized_from=0.5,
+        decay_from=0.3,
+        matrix_lr=0.01,
+        adam_lr=1e-3,
+        seed=2,
+    )
+
+
+PLANS = {"base": base_plan, "long": long_plan}
+
 _of_worker: list[tuple[Plan, ModelConfig, EngramHash]] = []
 
 

@@ -94,19 +94,18 @@ def _candidate_blocks(
 
 
 class Sample(NamedTuple):
-    """Rows on which the indexer is taught. n entries of the longest conversation, ratio 1."""
+    """Rows on which the indexer is taught."""
 
     rows: torch.Tensor  # [S] index into the segment's rows
     start: torch.Tensor  # [S] first batch row of the row's conversation
     positions: torch.Tensor  # [S]
-    max_context: int
 
-    def entries(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [S, n] of all entries of each row's conversation and which are visible."""
-        entry = torch.arange(max(self.max_context // ratio, 1), device=self.rows.device)
-        visible = entry < ((self.positions + 1) // ratio).unsqueeze(1)
-        slots = (self.start // ratio).unsqueeze(1) + entry
-        return torch.where(visible, slots, 0), visible
+    def visible(self, ratio: int, num_entries: int) -> torch.Tensor:
+        """Which of the batch's entries [S, E] each row may see."""
+        entry = torch.arange(num_entries, device=self.rows.device)
+        first = (self.start // ratio).unsqueeze(1)
+        behind = first + ((self.positions + 1) // ratio).unsqueeze(1)
+        return (entry >= first) & (entry < behind)
 
 
 def attention_to_entries(
@@ -118,12 +117,13 @@ def attention_to_entries(
     sink: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention mass [S, n] that sampled rows would pay to every entry, summed over heads.
+    """Attention mass [S, E] that sampled rows would pay to every entry, summed over heads.
 
     q [S, H, d] rotated; main [E, d]; window_logits [S, H, W] of the same rows, −inf where masked.
+    All entries of the batch meet all rows: one product costs less than gathering each row's own.
     """
-    slots, visible = sample.entries(ratio)
-    logits = torch.einsum("shd,snd->shn", q.bfloat16(), main.bfloat16()[slots]).float() * scale
+    visible = sample.visible(ratio, len(main))
+    logits = torch.einsum("shd,ed->she", q.bfloat16(), main.bfloat16()).float() * scale
     logits = logits.masked_fill(~visible.unsqueeze(1), -torch.inf)
     total = torch.logaddexp(window_logits.logsumexp(-1), sink)
     total = torch.logaddexp(total, logits.logsumexp(-1))
@@ -138,14 +138,15 @@ def indexer_loss(
     sample: Sample,
     ratio: int,
 ) -> torch.Tensor:
-    """Mean over rows of KL(target ‖ softmax of the index scores), weighted by the target's mass."""
-    slots, visible = sample.entries(ratio)
-    rows = keys.index_select(0, slots.flatten()).view(*slots.shape, -1)
-    products = torch.einsum("shd,snd->shn", queries, rows).relu()
-    scores = torch.einsum("sh,shn->sn", head_weights, products)
+    """Mean over rows of KL(target ‖ softmax of the index scores), weighted by the target's mass.
+
+    queries [S, h, dk], head_weights [S, h], keys [E, dk], target [S, E].
+    """
+    visible = sample.visible(ratio, len(keys))
+    products = torch.einsum("shd,ed->she", queries, keys).relu()
+    scores = torch.einsum("sh,she->se", head_weights, products)
     log_share = scores.masked_fill(~visible, -1e30).log_softmax(-1)
-    mass = target.sum(-1, keepdim=True)
-    share = target / (mass + 1e-9)
+    share = target / (target.sum(-1, keepdim=True) + 1e-9)
     log_target = torch.log(share.clamp(min=1e-9))
     divergence = (share * (log_target - log_share)).masked_fill(~visible, 0.0).sum(-1)
     return divergence.mean()
