@@ -77,13 +77,18 @@ def test_scales_of_the_first_layer_by_hand(calibrated: Path, float_dir: Path) ->
 
 def test_scales_of_experts(calibrated: Path) -> None:
     """Every token goes to the shared expert and to some of the others, with the same input."""
+    source = Checkpoint.open(calibrated).source
+
+    def scale(name: str) -> float:
+        return float(source.read(f"{name}.input_scale"))
+
     for layer in range(12):
         prefix = f"layers.{layer}.ffn"
-        shared = scale_of(calibrated, f"{prefix}.shared_experts.w1")
-        routed = [scale_of(calibrated, f"{prefix}.experts.{e}.w1") for e in range(4)]
-        assert max(routed) == shared == scale_of(calibrated, f"{prefix}.shared_experts.w3")
-        assert routed == [scale_of(calibrated, f"{prefix}.experts.{e}.w3") for e in range(4)]
-        assert scale_of(calibrated, f"{prefix}.experts.0.w2") > 0
+        shared = scale(f"{prefix}.shared_experts.w1")
+        routed = [scale(f"{prefix}.experts.{e}.w1") for e in range(4)]
+        assert max(routed) == shared == scale(f"{prefix}.shared_experts.w3")
+        assert routed == [scale(f"{prefix}.experts.{e}.w3") for e in range(4)]
+        assert scale(f"{prefix}.experts.0.w2") > 0
 
 
 def test_only_calibrated_classes_have_scales(calibrated: Path, float_dir: Path) -> None:
