@@ -42,7 +42,7 @@ from plugins.graph_values import (
     restore_attribute,
     restore_operand,
 )
-from plugins.registry import OPERATORS, Operator
+from plugins.registry import OPERATORS, Operator, tracers
 from plugins.schema import Kind, TensorSpec
 
 if TYPE_CHECKING:
@@ -333,6 +333,13 @@ def graph_operator(name: str) -> GraphOperator:
     """The graph form of the operator `name`. Raises KeyError when there is none."""
     _import_operators()
     return GraphOperator(OPERATORS[name])
+
+
+def _trace(name: str, *args: Any, **kwargs: Any) -> Any:
+    return graph_operator(name).trace(*args, **kwargs)
+
+
+tracers[:] = [_trace]
 
 
 def graph_operators() -> tuple[GraphOperator, ...]:

@@ -2,7 +2,7 @@
 
 `@operator(SCHEMA)` turns a reference function into the operator that the network calls: CPU
 tensors run the reference, CUDA tensors run `plugins/<op>/kernel.py` where it exists. While
-torch.export traces a network, the call becomes a node of the graph (plugins/graph.py).
+torch.export traces a network with plugins/graph.py loaded, the call becomes a node of the graph.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Operator:
 
 
 OPERATORS: dict[str, Operator] = {}
+# What makes a call a node of the graph that torch.export traces; plugins/graph.py puts it here.
+tracers: list[Callable[..., Any]] = []
 
 
 def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -57,10 +59,8 @@ def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R
 
         @functools.wraps(reference)
         def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_exporting():
-                from plugins.graph import graph_operator
-
-                node: R = graph_operator(schema.name).trace(*args, **kwargs)
+            if torch.compiler.is_exporting() and tracers:
+                node: R = tracers[0](schema.name, *args, **kwargs)
                 return node
             first = args[0] if args else kwargs[schema.inputs[0].name]
             if isinstance(first, torch.Tensor) and first.is_cuda and entry.kernel is not None:
