@@ -55,8 +55,18 @@ class StepArrays:
     def num_rows(self) -> int:
         return len(self.tokens)
 
-    def to_torch(self, device: str = "cpu", *, all_logits: bool = False) -> RaggedBatch:
-        """Expand to per-row tensors. `all_logits` asks for every decoder row's logits."""
+    def to_torch(
+        self,
+        device: str = "cpu",
+        *,
+        all_logits: bool = False,
+        num_drafts: Int64Array | None = None,
+    ) -> RaggedBatch:
+        """Expand to per-row tensors.
+
+        `all_logits` asks for every decoder row's logits. `num_drafts` [R] counts the drafts at the
+        end of each request's rows: who wants logits wants those of the row before them, too.
+        """
         import torch
 
         rows = np.diff(self.query_start)
@@ -67,8 +77,7 @@ class StepArrays:
         if all_logits:
             logit_rows = np.arange(len(decoder_rows), dtype=np.int64)
         else:
-            last_rows = self.query_start[1:][self.wants_logits] - 1
-            logit_rows = np.searchsorted(decoder_rows, last_rows)
+            logit_rows = np.searchsorted(decoder_rows, self._logit_rows(num_drafts))
 
         def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -86,6 +95,16 @@ class StepArrays:
             logit_rows=tensor(logit_rows.astype(np.int64)),
             max_context=int(positions.max(initial=-1)) + 1,
         )
+
+    def _logit_rows(self, num_drafts: Int64Array | None) -> Int64Array:
+        last: Int64Array = self.query_start[1:][self.wants_logits].astype(np.int64) - 1
+        if num_drafts is None:
+            return last
+        before = num_drafts[self.wants_logits]
+        counts = before + 1
+        behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows: Int64Array = np.repeat(last - before, counts) + behind
+        return rows
 
 
 @dataclass(frozen=True)

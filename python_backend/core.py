@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from python_backend.drafting.verification import check_drafts
 from python_backend.kv.groups import IntegrityError
 from python_backend.request import Delta, FinishReason, Request, RequestError
 from python_backend.scheduler.scheduler import Scheduler, StepOutcome
@@ -83,6 +84,8 @@ class EngineCore:
         return replace(
             counters,
             num_finished=dict(counters.num_finished),
+            num_drafted=counters.num_drafted.copy(),
+            num_accepted=counters.num_accepted.copy(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_global_pages_used=residency.global_pages.num_used,
@@ -188,7 +191,8 @@ class EngineCore:
         return result
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
-        """One token of the vocabulary wherever one was wanted, or the next step reads nonsense."""
+        """One token of the vocabulary wherever one was wanted, and drafts of it, or the next step
+        reads nonsense."""
         wanted = plan.arrays.wants_logits
         if result.tokens.shape != wanted.shape:
             raise ValueError(f"expected {len(wanted)} tokens, got {result.tokens.shape}")
@@ -198,14 +202,16 @@ class EngineCore:
                 f"expected token ids from 0 to {self._limits.vocab_size - 1}, got "
                 f"{result.tokens[wanted].tolist()}"
             )
+        check_drafts(plan, result, self._limits.vocab_size)
 
     def _deliver(self, outcome: StepOutcome) -> None:
         tokens, finished = outcome.tokens, outcome.finished
+        ends = [1] * len(tokens) if outcome.counts is None else outcome.counts.tolist()
         for i, tracked in enumerate(outcome.requests):
             if i in finished:
-                self._finish(tracked, tokens[i : i + 1], finished[i])
+                self._finish(tracked, tokens[i, : ends[i]], finished[i])
             else:
-                self._send(tracked, Delta(tokens[i : i + 1], tracked.cached_tokens))
+                self._send(tracked, Delta(tokens[i, : ends[i]], tracked.cached_tokens))
 
     def _finish(
         self,

@@ -56,6 +56,7 @@ class Request:
 
     `on_delta` is called from the core's thread, in order, and must not block; the last call has a
     finish reason. `use_prefix_cache` off neither reads the prefix cache nor publishes to it.
+    `speculative` off makes one token a step, also on a server that drafts.
     """
 
     request_id: str
@@ -66,3 +67,4 @@ class Request:
     on_delta: Callable[[Delta], None]
     use_prefix_cache: bool = True
     cache_salt: bytes = field(default=b"")
+    speculative: bool = True

@@ -22,11 +22,13 @@ from engine.cache_sizes import (
     window_page_bytes,
 )
 from engine.config import ModelConfig
+from python_backend.drafting.rule import DraftRule
 from python_backend.kv.window_pool import pages_for, pages_per_request
 from python_backend.replay import ReplayRule
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 EXECUTORS = ("torch", "plan")
+DEFAULT_SURVIVAL = 0.1
 
 
 class SettingsError(ValueError):
@@ -53,6 +55,12 @@ class CoreLimits:
     num_window_pages: int
     replay: ReplayRule
     prefix_cache: bool
+    draft: DraftRule | None = None  # None: nobody drafts
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts that one request may verify in a step."""
+        return 0 if self.draft is None else self.draft.most
 
     @property
     def global_columns(self) -> int:
@@ -88,6 +96,9 @@ class ServeSettings:
     prefix_cache: bool = True
     swa_bounded_replay: bool = True
     replay_length: int | None = None  # rows replayed after a hit, from 0 on; None: one window
+    speculative: bool = False  # draft tokens with the model's DSpark stages and verify them
+    num_speculative_tokens: int | None = None  # verified at most a step; None: a whole block
+    speculative_threshold: float = DEFAULT_SURVIVAL  # least P(accepted) of a draft to verify
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -111,6 +122,16 @@ class ServeSettings:
             raise SettingsError(
                 "expected kv_cache_memory_fraction above 0 and at most 1, got "
                 f"{self.kv_cache_memory_fraction}"
+            )
+        if not 0.0 <= self.speculative_threshold <= 1.0:
+            raise SettingsError(
+                "expected speculative_threshold from 0 (verify every draft) to 1, got "
+                f"{self.speculative_threshold}"
+            )
+        if self.num_speculative_tokens is not None and not self.speculative:
+            raise SettingsError(
+                f"expected num_speculative_tokens with speculative on only, got "
+                f"{self.num_speculative_tokens}; turn it on or drop the number"
             )
         if self.replay_length is not None and not self.swa_bounded_replay:
             raise SettingsError(
@@ -189,7 +210,25 @@ class ServeSettings:
             num_window_pages=num_window_pages,
             replay=self._replay_rule(config, page_tokens),
             prefix_cache=self.prefix_cache,
+            draft=self._draft_rule(config),
         )
+
+    def _draft_rule(self, config: ModelConfig) -> DraftRule | None:
+        if not self.speculative:
+            return None
+        if not config.num_nextn_predict_layers:
+            raise SettingsError(
+                "expected speculative with a model that has draft stages, got one without "
+                "(num_nextn_predict_layers is 0); leave it out"
+            )
+        block = config.dspark_block_size
+        most = block if self.num_speculative_tokens is None else self.num_speculative_tokens
+        if most > block:
+            raise SettingsError(
+                f"expected num_speculative_tokens of at most {block}, the model's draft block, "
+                f"got {most}"
+            )
+        return DraftRule(most=most, min_survival=self.speculative_threshold)
 
     def _check_token_budget(self, window: int) -> None:
         if self.max_num_tokens < 2 * window:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,16 @@ class SamplingArrays:
     top_p: npt.NDArray[np.float32]
     seed: npt.NDArray[np.uint64]
     output_index: Int64Array
+
+    def of_rows(self, request: Int64Array, offset: Int64Array) -> SamplingArrays:
+        """The same per logit row: row i is `offset[i]` outputs further in request[i]."""
+        return SamplingArrays(
+            temperature=self.temperature[request],
+            top_k=self.top_k[request],
+            top_p=self.top_p[request],
+            seed=self.seed[request],
+            output_index=self.output_index[request] + offset,
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,10 @@ class StepPlan:
 
     `fresh[r]` tells an executor that checks itself where a new life of a slot begins. The floors
     already keep a request from what the slot held before, so computing does not need it.
+
+    The last `num_drafts[r]` tokens of request r are drafts, which the step verifies. Who
+    `wants_drafts` gets a new block behind its step's last token; until then the executor keeps the
+    drafter's context of the rows that stay. A request that stops wanting them never does again.
     """
 
     arrays: StepArrays
@@ -55,13 +69,28 @@ class StepPlan:
     fresh: npt.NDArray[np.bool_]  # [R] first step since (re)admission
     tables: PageTables
     sampling: SamplingArrays
+    num_drafts: Int64Array  # [R]
+    wants_drafts: npt.NDArray[np.bool_]  # [R]
+
+
+class DraftBlocks(NamedTuple):
+    """Proposed tokens behind each request's last one, −1 for none, and what each is worth."""
+
+    tokens: Int32Array  # [R, block]
+    confidence: npt.NDArray[np.float32]  # [R, block] P(accepted | all before it accepted)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """`tokens[r]` is the sampled token of request r, −1 where no logits were wanted."""
+    """`tokens[r]` is the token that request r chose last, −1 where no logits were wanted.
+
+    Before it stand the first `num_accepted[r]` drafts of the plan, which it chose too; None is 0
+    for all. `drafts` are for the next step, None when nobody wanted any.
+    """
 
     tokens: Int32Array  # [R]
+    num_accepted: Int64Array | None = None  # [R]
+    drafts: DraftBlocks | None = None
 
 
 class Executor(Protocol):

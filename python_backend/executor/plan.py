@@ -19,19 +19,21 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.batch import RaggedBatch
+from engine.batch import DraftBatch, RaggedBatch
 from engine.directory import Engine
 from engine.manifest import EngineError
 from engine.network.block import Residual
+from engine.network.decoder import DecoderOutput
+from engine.network.draft import DraftOutput
 from engine.paged_cache import CachePools, StepTables
 from engine.plans import Binding, PlanInfo, plan_file, read_plans
-from engine.segments import CACHES, decoder_tensors, encoder_tensors
+from engine.segments import CACHES, decoder_tensors, draft_tensors, encoder_tensors
 from plugins.tensorrt_library import LIBRARIES, TensorRtError, installed_version, load, missing
 from plugins.tensorrt_plugin import register_plugins
-from python_backend.executor.torch_executor import PagedExecutor
+from python_backend.executor.torch_executor import DraftContext, PagedExecutor
 from python_backend.settings import SettingsError
 
-SEGMENTS = ("encoder", "decoder")
+SEGMENTS = ("encoder", "decoder")  # that serving needs; a draft plan where the model drafts
 DEVICE = "cuda"
 
 
@@ -43,28 +45,41 @@ class Session(Protocol):
 
 
 class PlanExecutor(PagedExecutor):
-    """`engram`: the Engram tables on the pools' device, see `engram_tables`."""
+    """`sessions` by segment. `engram`: the Engram tables on the pools' device, see
+    `engram_tables`."""
 
     def __init__(
         self,
-        encoder: Session,
-        decoder: Session,
+        sessions: Mapping[str, Session],
         engram: Mapping[str, torch.Tensor],
         pools: CachePools,
         *,
         device: str = DEVICE,
     ) -> None:
         super().__init__(pools, device=device)
-        self._encoder = encoder
-        self._decoder = decoder
+        self._sessions = sessions
         self._engram = engram
 
-    def _logits(self, batch: RaggedBatch, tables: StepTables) -> torch.Tensor:
-        encoded = self._encoder.run(encoder_tensors(batch, tables, self._pools, self._engram))
+    def _forward(self, batch: RaggedBatch, tables: StepTables) -> DecoderOutput:
+        inputs = encoder_tensors(batch, tables, self._pools, self._engram)
+        encoded = self._sessions["encoder"].run(inputs)
         if batch.decoder_rows.shape[0] == 0:  # a chunk that ends below every decoder floor
-            return torch.empty(0)
+            return DecoderOutput(torch.empty(0), torch.empty(0))
         residual = Residual(encoded["streams"], encoded["pre"])
-        return self._decoder.run(decoder_tensors(batch, tables, self._pools, residual))["logits"]
+        inputs = decoder_tensors(batch, tables, self._pools, residual)
+        decoded = self._sessions["decoder"].run(inputs)
+        return DecoderOutput(decoded["logits"], decoded["draft_features"])
+
+    def _draft(
+        self, context: DraftContext, anchors: DraftBatch | None, tables: StepTables
+    ) -> DraftOutput | None:
+        """The graph wants at least one anchor; nobody reads what is drafted behind the padding."""
+        if not len(context.positions):  # nor an anchor: its own row would have to be stored
+            return None
+        zero = context.request.new_zeros(1)
+        given = DraftBatch(zero, zero, zero, zero) if anchors is None else anchors
+        made = self._sessions["draft"].run(draft_tensors(context, given, tables, self._pools))
+        return None if anchors is None else DraftOutput(made["tokens"], made["confidence"])
 
 
 # -- what a machine can run ------------------------------------------------------------------------
@@ -98,8 +113,8 @@ def refusal_on(
         )
     if compute_capability is None:
         return f"expected a GPU for the plans of {path}, found no CUDA device; leave --executor out"
-    for segment in SEGMENTS:
-        plan, library = plans[segment], LIBRARIES[plans[segment].library]
+    for segment, plan in plans.items():
+        library = LIBRARIES[plan.library]
         built = f"the {segment} plan of {path}, built by {plan.library} {plan.version},"
         if not plan.runs_on(*compute_capability):
             wanted = " or ".join(plan.compute_capabilities)
@@ -229,19 +244,19 @@ def open_plans(engine: Engine, dtype: torch.dtype) -> Callable[[CachePools], Pla
     if reason is not None:
         raise EngineError(reason)
     plans = read_plans(engine.path)
-    sessions = []
-    for segment in SEGMENTS:
+    sessions = {}
+    for segment, plan in plans.items():
         try:
-            trt = load(LIBRARIES[plans[segment].library])
+            trt = load(LIBRARIES[plan.library])
         except TensorRtError as error:
             raise EngineError(str(error)) from error
         register_plugins(trt)
-        sessions.append(PlanSession(trt, plan_file(engine.path, segment), plans[segment]))
+        sessions[segment] = PlanSession(trt, plan_file(engine.path, segment), plan)
     tables = engram_tables(engine, dtype, DEVICE)
 
     def executor(pools: CachePools) -> PlanExecutor:
-        for segment in SEGMENTS:
-            check_pools(plans[segment], pools)
-        return PlanExecutor(sessions[0], sessions[1], tables, pools)
+        for plan in plans.values():
+            check_pools(plan, pools)
+        return PlanExecutor(sessions, tables, pools)
 
     return executor

@@ -1,5 +1,5 @@
-"""Runs a step over paged pools: ragged prefill, replay and decode rows of all requests in one
-forward, of the torch network or of whatever else computes its logits.
+"""Runs a step over paged pools: ragged prefill, replay, decode and verify rows of all requests in
+one forward, of the torch network or of whatever else computes its logits, then a draft pass.
 
 The executor owns the pools' memory, the scheduler owns the page tables; a step reads the rows of
 the tables that its slots name. Guarantee on a CPU: a row's result depends on its own request only
@@ -9,16 +9,29 @@ the tables that its slots name. Guarantee on a CPU: a row's result depends on it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import RaggedBatch
+from engine.batch import DraftBatch, RaggedBatch
 from engine.network import Network
+from engine.network.decoder import DecoderOutput
+from engine.network.draft import DraftOutput
 from engine.paged_cache import CachePools, PagedCache, StepTables
 from plugins.sample import sample
-from python_backend.step_plan import SamplingArrays, StepPlan, StepResult
+from python_backend.drafting.verification import verify
+from python_backend.kv.groups import ragged_columns
+from python_backend.step_plan import DraftBlocks, SamplingArrays, StepPlan, StepResult
+
+
+class DraftContext(NamedTuple):
+    """Rows that are final: draft features [n, targets·D], request [n] and position [n]."""
+
+    features: torch.Tensor
+    request: torch.Tensor
+    positions: torch.Tensor
 
 
 class PagedExecutor(ABC):
@@ -30,17 +43,32 @@ class PagedExecutor(ABC):
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        batch = plan.arrays.to_torch(self._device)
-        logits = self._logits(batch, self._step_tables(plan))
-        tokens = np.full(plan.arrays.num_requests, -1, dtype=np.int32)
-        wanted = plan.arrays.wants_logits
-        if wanted.any():
-            tokens[wanted] = self._sample(logits, plan.sampling, wanted)
-        return StepResult(tokens)
+        arrays, num_drafts = plan.arrays, plan.num_drafts
+        batch = arrays.to_torch(self._device, num_drafts=num_drafts)
+        tables = self._step_tables(plan)
+        output = self._forward(batch, tables)
+        tokens = np.full(arrays.num_requests, -1, dtype=np.int32)
+        num_accepted = np.zeros(arrays.num_requests, dtype=np.int64)
+        wanted = np.flatnonzero(arrays.wants_logits)
+        if len(wanted):
+            choices = self._sample(output.logits, _of_logit_rows(plan, wanted))
+            verified = verify(choices, _drafts_of(plan), num_drafts[wanted])
+            tokens[wanted], num_accepted[wanted] = verified.tokens, verified.num_accepted
+        drafts = None
+        if plan.wants_drafts.any():
+            drafts = self._propose(plan, batch, tables, output, tokens, num_accepted)
+        return StepResult(tokens, num_accepted, drafts)
 
     @abstractmethod
-    def _logits(self, batch: RaggedBatch, tables: StepTables) -> torch.Tensor:
-        """Logits [Tl, vocab] of `batch.logit_rows`; writes the step's rows to the pools."""
+    def _forward(self, batch: RaggedBatch, tables: StepTables) -> DecoderOutput:
+        """Logits of `batch.logit_rows` and the decoder rows' draft features; writes the step's
+        rows to the pools."""
+
+    @abstractmethod
+    def _draft(
+        self, context: DraftContext, anchors: DraftBatch | None, tables: StepTables
+    ) -> DraftOutput | None:
+        """Store the context, then draft behind the anchors, None for none."""
 
     def _step_tables(self, plan: StepPlan) -> StepTables:
         """Only the columns that the step can reach: a table may be sized for a million tokens."""
@@ -52,18 +80,55 @@ class PagedExecutor(ABC):
             window_pages=self._tensor(plan.tables.window_pages[plan.slots]),
         )
 
-    def _sample(
-        self, logits: torch.Tensor, arrays: SamplingArrays, wanted: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.int32]:
+    def _sample(self, logits: torch.Tensor, arrays: SamplingArrays) -> npt.NDArray[np.int32]:
+        """One choice per row of logits [Tl, vocab], to which `arrays` belong row by row."""
         tokens = sample(
             logits,
-            self._tensor(arrays.temperature[wanted]),
-            self._tensor(arrays.top_k[wanted]),
-            self._tensor(arrays.top_p[wanted]),
-            self._tensor(arrays.seed[wanted].view(np.int64)),
-            self._tensor(arrays.output_index[wanted]),
+            self._tensor(arrays.temperature),
+            self._tensor(arrays.top_k),
+            self._tensor(arrays.top_p),
+            self._tensor(arrays.seed.view(np.int64)),
+            self._tensor(arrays.output_index),
         )
         return tokens.to(torch.int32).cpu().numpy()
+
+    def _propose(
+        self,
+        plan: StepPlan,
+        batch: RaggedBatch,
+        tables: StepTables,
+        output: DecoderOutput,
+        tokens: npt.NDArray[np.int32],
+        num_accepted: npt.NDArray[np.int64],
+    ) -> DraftBlocks | None:
+        """Store the context of the rows that stay, of those who want drafts; draft for those of
+        them who have a new token."""
+        arrays = plan.arrays
+        rejected = plan.num_drafts - num_accepted
+        ends = arrays.first_position + np.diff(arrays.query_start) - rejected
+        rows = batch.decoder_rows
+        request, positions = batch.request[rows], batch.positions[rows]
+        stays = positions < self._tensor(np.where(plan.wants_drafts, ends, 0))[request]
+        context = DraftContext(output.draft_features[stays], request[stays], positions[stays])
+        drafting = np.flatnonzero(plan.wants_drafts & arrays.wants_logits)
+        anchors = None
+        if len(drafting):
+            anchors = DraftBatch(
+                anchors=self._tensor(tokens[drafting].astype(np.int64)),
+                positions=self._tensor(ends[drafting]),
+                request=self._tensor(drafting),
+                floor=self._tensor(arrays.decoder_floor[drafting]),
+            )
+        made = self._draft(context, anchors, tables)
+        if made is None:
+            return None
+        blocks = DraftBlocks(
+            np.full((arrays.num_requests, made.tokens.shape[1]), -1, dtype=np.int32),
+            np.zeros((arrays.num_requests, made.tokens.shape[1]), dtype=np.float32),
+        )
+        blocks.tokens[drafting] = made.tokens.cpu().numpy()
+        blocks.confidence[drafting] = made.confidence.float().cpu().numpy()
+        return blocks
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
@@ -76,5 +141,27 @@ class TorchExecutor(PagedExecutor):
         super().__init__(pools, device=device)
         self._network = network
 
-    def _logits(self, batch: RaggedBatch, tables: StepTables) -> torch.Tensor:
-        return self._network.forward(batch, PagedCache(self._pools, tables)).logits
+    def _forward(self, batch: RaggedBatch, tables: StepTables) -> DecoderOutput:
+        return self._network.forward(batch, PagedCache(self._pools, tables))
+
+    def _draft(
+        self, context: DraftContext, anchors: DraftBatch | None, tables: StepTables
+    ) -> DraftOutput | None:
+        cache = PagedCache(self._pools, tables)
+        self._network.store_draft_context(*context, cache)
+        return None if anchors is None else self._network.draft(anchors, cache)
+
+
+def _of_logit_rows(plan: StepPlan, wanted: npt.NDArray[np.int64]) -> SamplingArrays:
+    """The sampling of each logit row: behind draft k comes output k + 1 of the step."""
+    counts = plan.num_drafts[wanted] + 1
+    starts = np.cumsum(counts) - counts
+    behind = np.arange(counts.sum()) - np.repeat(starts, counts)
+    return plan.sampling.of_rows(np.repeat(wanted, counts), behind)
+
+
+def _drafts_of(plan: StepPlan) -> npt.NDArray[np.int32]:
+    """The step's drafts, laid end to end."""
+    arrays = plan.arrays
+    ends, counts = arrays.query_start[1:], plan.num_drafts
+    return arrays.tokens[ragged_columns(ends - counts, counts)]

@@ -36,8 +36,11 @@ SETTING_HELP = {
     "prefix_cache": "keep and reuse the cache of common prompt beginnings",
     "swa_bounded_replay": "replay one window after a hit and skip the decoder for early rows",
     "replay_length": "rows replayed after a hit, from 0 on (one window)",
+    "speculative": "draft tokens with the model's DSpark stages; answers stay the same",
+    "num_speculative_tokens": "drafts verified in one step at most (the model's block)",
+    "speculative_threshold": "least probability that a draft is accepted to verify it",
 }
-_SWITCHES = ("cache_quant", "prefix_cache", "swa_bounded_replay")
+_SWITCHES = ("cache_quant", "prefix_cache", "swa_bounded_replay", "speculative")
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ as a request can be, whatever its length.
 c − W + 1 … c + q − 1: W − 1 + q consecutive positions, which touch at most
 ceil((W − 1 + q) / P) + 1 pages of P rows (`pages_per_request`). A pool of
 R · (ceil((W − 1) / P) + 2) + ceil(T / P) pages (`pages_for`) therefore always suffices for R
-requests and T rows a step:
+requests and T rows a step, the rows of drafts among them:
 
     Σ (ceil((W − 1 + q) / P) + 1) ≤ Σ (ceil((W − 1) / P) + ceil(q / P) + 1), and
     Σ ceil(q / P) ≤ Σ (q + P − 1) / P ≤ T / P + R · (P − 1) / P < T / P + R,
 
 and an integer below T / P + R is at most ceil(T / P) + R − 1. A request without rows in the step
-counts with q = 0. So window pages never delay or preempt anybody, and the length of a prompt or of
-a hit does not enter.
+counts with q = 0. Pages of rejected drafts go back after their step (`roll_back`), so that no page
+is held beyond c. So window pages never delay or preempt anybody, and the length of a prompt or of a
+hit does not enter.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def pages_for(window: int, page_rows: int, max_requests: int, max_rows: int) -> 
 class WindowPages:
     """Pages of `group.page_tokens` rows; `num_pages` counts the null page 0.
 
-    A slot goes through `start`, then `grow` before each step and `retire` after it, then `release`.
+    A slot goes through `start`, then `grow` before each step and `retire` after it, `roll_back`
+    too if the step verified drafts, then `release`.
     """
 
     def __init__(
@@ -107,11 +109,24 @@ class WindowPages:
         dead = live >= (self._first[slots] + 1) * self.group.page_tokens
         if dead.any():
             slots = slots[dead]
-            self._give_back(slots, live[dead] // self.group.page_tokens - self._first[slots])
+            first = self._first[slots]
+            counts = live[dead] // self.group.page_tokens - first
+            self._give_back(slots, first, counts)
+            self._first[slots] = first + counts
+
+    def roll_back(self, slots: Int64Array, ends: Int64Array) -> None:
+        """Free the pages that hold no row below `ends[i]`: rejected drafts alone wrote there."""
+        needed = -(-ends // self.group.page_tokens)
+        beyond = self._next[slots] > needed
+        if beyond.any():
+            slots, needed = slots[beyond], needed[beyond]
+            self._give_back(slots, needed, self._next[slots] - needed)
+            self._next[slots] = needed
 
     def release(self, slot: int) -> None:
         slots = np.array([slot], dtype=np.int64)
-        self._give_back(slots, self._next[slots] - self._first[slots])
+        self._give_back(slots, self._first[slots], self._next[slots] - self._first[slots])
+        self._first[slots] = self._next[slots]
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is held by one slot or free."""
@@ -127,12 +142,11 @@ class WindowPages:
         if not np.array_equal(np.sort(owned_or_free), np.arange(1, self.num_pages)):
             raise IntegrityError("a window page is lost, or owned twice, or owned and free")
 
-    def _give_back(self, slots: Int64Array, counts: Int64Array) -> None:
-        rows, columns = self._cells(slots, self._first[slots], counts)
+    def _give_back(self, slots: Int64Array, starts: Int64Array, counts: Int64Array) -> None:
+        rows, columns = self._cells(slots, starts, counts)
         self._free[self._num_free : self._num_free + len(rows)] = self.table[rows, columns]
         self._num_free += len(rows)
         self.table[rows, columns] = 0
-        self._first[slots] += counts
 
     def _put(
         self, slots: Int64Array, starts: Int64Array, counts: Int64Array, pages: Int32Array

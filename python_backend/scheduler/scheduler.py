@@ -1,10 +1,15 @@
 """Continuous batching with chunked prefill over two paged pools.
 
-Order of a step: every decoding request runs its one row, then prefill chunks of running requests,
-first come first served, then admissions, as far as the token budget goes. A request is admitted
-when the whole sequence that it knows fits now, and gets all those global pages at once; so only
-decoding can run out of pages, and then the request admitted last is preempted by recompute. The
-oldest request is never preempted, so everything that was admitted ends.
+Order of a step: every decoding request runs its last token, then drafts are verified behind some of
+them, then prefill chunks of running requests, first come first served, then admissions, as far as
+the token budget goes. A request is admitted when the whole sequence that it knows fits now, and
+gets all those global pages at once; so only decoding can run out of pages, and then the request
+admitted last is preempted by recompute. The oldest request is never preempted, so everything that
+was admitted ends.
+
+Drafts take from nobody: no page that a token needs, and at most half of the budget that prompts
+wait for. Lengths are committed ones everywhere: rejected drafts are in no count, no hash and no
+published page.
 
 Not thread-safe and knows no executor: `schedule` gives a plan, `commit` or `fail` ends it.
 """
@@ -17,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from python_backend.drafting.rule import DraftRule, granted
 from python_backend.request import FinishReason, Request
 from python_backend.scheduler.checks import check_request
 from python_backend.scheduler.residency import Admission, Residency
@@ -24,7 +30,7 @@ from python_backend.scheduler.slots import NEVER, SlotTable
 from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import StepPlan, StepResult
+from python_backend.step_plan import DraftBlocks, StepPlan, StepResult
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -32,16 +38,17 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class StepOutcome(NamedTuple):
-    """What a step produced: one token for each of `requests`, and for which of them it was the
-    last. A finished request has left the scheduler."""
+    """What a step produced: tokens[i, : counts[i]] for requests[i], counts None for one token
+    each, and whose last they were. A finished request has left the scheduler."""
 
     requests: list[TrackedRequest]
     tokens: Int32Array
+    counts: Int64Array | None
     finished: dict[int, FinishReason]  # index into `requests`
 
 
 class _Rows(NamedTuple):
-    """Rows of a step by slot. The first `num_decodes` slots run one row, their last token."""
+    """Rows of a step by slot. The first `num_decodes` slots run their last token and drafts."""
 
     slots: Int64Array
     counts: Int64Array
@@ -51,6 +58,7 @@ class _Rows(NamedTuple):
 class _StepInFlight(NamedTuple):
     slots: Int64Array
     wants_logits: BoolArray
+    num_drafts: Int64Array
 
 
 class Scheduler:
@@ -58,10 +66,13 @@ class Scheduler:
 
     def __init__(self, limits: CoreLimits) -> None:
         self.limits = limits
-        self.statistics = Statistics()
+        self.statistics = Statistics(
+            num_drafted=np.zeros(limits.most_drafts, dtype=np.int64),
+            num_accepted=np.zeros(limits.most_drafts, dtype=np.int64),
+        )
         self.residency = Residency(limits)
         num_slots = limits.max_batch_size
-        self._slots = SlotTable(num_slots, limits.history_width)
+        self._slots = SlotTable(num_slots, limits.history_width, limits.most_drafts)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Slots are int64 here: numpy indexes with them three times faster than with int32.
         self._running: Int64Array = np.empty(0, dtype=np.int64)  # in order of admission
@@ -108,43 +119,57 @@ class Scheduler:
             return None
         slots, counts, num_decodes = rows
         arrays = self._slots.step_arrays(slots, counts, num_decodes)
+        num_drafts = np.zeros(len(slots), dtype=np.int64)
+        num_drafts[:num_decodes] = counts[:num_decodes] - 1
         plan = StepPlan(
             arrays=arrays,
             slots=slots.astype(np.int32),
             fresh=self._slots.fresh[slots],
             tables=self.residency.tables,
             sampling=self._slots.sampling_arrays(slots),
+            num_drafts=num_drafts,
+            wants_drafts=self._wants_drafts(slots),
         )
         self._count_rows(plan, num_decodes)
         ends = arrays.first_position + counts
         self.residency.window_pages.grow(slots, ends)
         self._slots.num_computed[slots] = ends
-        self._in_flight = _StepInFlight(slots, arrays.wants_logits)
+        self._in_flight = _StepInFlight(slots, arrays.wants_logits, num_drafts)
         return plan
 
     def commit(self, result: StepResult) -> StepOutcome:
-        """Book the result of the running step: its rows are written, its tokens are final."""
+        """Book the result of the running step: its rows are written, except those of rejected
+        drafts, and its tokens are final."""
         assert self._in_flight is not None
-        slots, wants_logits = self._in_flight
+        slots, wants_logits, num_drafts = self._in_flight
         self._in_flight = None
-        table = self._slots
+        table, window_pages = self._slots, self.residency.window_pages
+        sampled = slots[wants_logits]
+        accepted = None if result.num_accepted is None else result.num_accepted[wants_logits]
+        appended = table.append(sampled, accepted, result.tokens[wants_logits])
+
+        drafted = bool(num_drafts.any())
+        if drafted:  # the row of the newest token never ran, all before it did
+            table.num_computed[sampled] = table.num_tokens[sampled] - 1
         processed = table.num_computed[slots]
         table.num_processed[slots] = processed
         table.fresh[slots] = False
-        self.residency.window_pages.retire(slots, processed)
-
-        tokens = result.tokens[wants_logits]
-        sampled = slots[wants_logits]
-        table.append(sampled, tokens)
+        window_pages.retire(slots, processed)
+        if drafted:
+            window_pages.roll_back(slots, processed)
+            self._count_drafts(num_drafts, result)
         for slot in slots[processed >= table.next_publish[slots]].tolist():
             self._publish(slot)
+        if self.limits.draft is not None:
+            self._propose(sampled, wants_logits, result.drafts, self.limits.draft)
 
         requests: list[TrackedRequest] = table.requests[sampled].tolist()
-        finished = self._finished(sampled, tokens)
+        finished = self._finished(sampled, appended.last)
         for i in finished:
             self._vacate(int(sampled[i]))
-        self.statistics.num_output_tokens += len(tokens)
-        return StepOutcome(requests, tokens, finished)
+        tokens, counts, _ = appended
+        self.statistics.num_output_tokens += int(len(tokens) if counts is None else counts.sum())
+        return StepOutcome(requests, tokens, counts, finished)
 
     def fail(self) -> list[TrackedRequest]:
         """End the running step without a result: its requests leave, nothing is published."""
@@ -161,19 +186,22 @@ class Scheduler:
     # -- rows of running requests ----------------------------------------------------------------
 
     def _make_room(self) -> bool:
-        """Give decoding requests the pages they grow into; True if somebody was preempted."""
-        pages, preempted = self.residency.global_pages, False
+        """Give decoding requests the pages they grow into, and their drafts the pages that are
+        left; True if somebody was preempted."""
+        pages, table, preempted = self.residency.global_pages, self._slots, False
         while True:
             slots = self._running
-            num_tokens = self._slots.num_tokens[slots]
-            growing = num_tokens > pages.capacity[slots]
+            num_tokens = table.num_tokens[slots]
+            with_drafts = num_tokens + table.num_drafts[slots]
+            growing = with_drafts > pages.capacity[slots]
             if not growing.any():
                 return preempted
             slots = slots[growing]
-            missing = -(-num_tokens[growing] // pages.group.page_tokens) - pages.num_held[slots]
-            if missing.sum() <= pages.num_free:
-                pages.extend(slots, missing)
-                return preempted
+            for ends in (with_drafts[growing], num_tokens[growing]):
+                missing = -(-ends // pages.group.page_tokens) - pages.num_held[slots]
+                if missing.sum() <= pages.num_free:
+                    pages.extend(slots, missing)
+                    return preempted
             self._preempt(int(self._running[-1]))
             preempted = True
 
@@ -181,15 +209,33 @@ class Scheduler:
         slots = self._running
         remaining = self._slots.num_tokens[slots] - self._slots.num_computed[slots]
         decoding = remaining == 1
-        decodes, prefills, wanted = slots[decoding], slots[~decoding], remaining[~decoding]
+        decodes, prefills = slots[decoding], slots[~decoding]
         budget = self.limits.max_num_tokens - len(decodes)
-        granted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
-        runs = granted > 0
+        counts = remaining[decoding]
+        if self.limits.draft is not None:
+            waited_for = len(prefills) > 0 or len(self._waiting) > 0
+            counts = counts + self._granted_drafts(decodes, budget // 2 if waited_for else budget)
+            budget = self.limits.max_num_tokens - int(counts.sum())
+        rows = granted(remaining[~decoding], budget)
+        runs = rows > 0
         return _Rows(
             np.concatenate([decodes, prefills[runs]]),
-            np.concatenate([remaining[decoding], granted[runs]]),
+            np.concatenate([counts, rows[runs]]),
             len(decodes),
         )
+
+    def _granted_drafts(self, slots: Int64Array, budget: int) -> Int64Array:
+        """How many of their drafts the decoding slots verify: no more than their pages hold."""
+        table = self._slots
+        room = self.residency.global_pages.capacity[slots] - table.num_tokens[slots]
+        return granted(np.minimum(table.num_drafts[slots], room), budget)
+
+    def _wants_drafts(self, slots: Int64Array) -> BoolArray:
+        """Who can use a draft after this step, which appends one token at least."""
+        if self.limits.draft is None:
+            return np.zeros(len(slots), dtype=bool)
+        wants: BoolArray = self._slots.draft_room(slots) >= 2
+        return wants
 
     def _preempt(self, slot: int) -> None:
         tracked = self._vacate(slot)
@@ -246,6 +292,21 @@ class Scheduler:
 
     # -- after a step ----------------------------------------------------------------------------
 
+    def _propose(
+        self,
+        slots: Int64Array,
+        wants_logits: BoolArray,
+        drafts: DraftBlocks | None,
+        rule: DraftRule,
+    ) -> None:
+        """Keep what is worth verifying of the blocks behind the newest tokens."""
+        if drafts is None:
+            self._slots.num_drafts[slots] = 0
+            return
+        tokens, confidence = drafts.tokens[wants_logits], drafts.confidence[wants_logits]
+        lengths = rule.lengths(tokens, confidence, self._slots.draft_room(slots))
+        self._slots.propose(slots, tokens, lengths)
+
     def _publish(self, slot: int) -> None:
         """Publish the slot's blocks that became full; all their tokens are final and written."""
         table, page_tokens = self._slots, self.limits.global_page_tokens
@@ -267,6 +328,14 @@ class Scheduler:
         self._free_slots.append(slot)
         self._running = self._running[self._running != slot]
         return self._slots.unload(slot)
+
+    def _count_drafts(self, num_drafts: Int64Array, result: StepResult) -> None:
+        """Acceptance is the drafter's: it counts also when an end id cut the accepted drafts."""
+        statistics, position = self.statistics, np.arange(self.limits.most_drafts)
+        statistics.num_verifications += int(np.count_nonzero(num_drafts))
+        statistics.num_drafted += (num_drafts[:, None] > position).sum(axis=0)
+        if result.num_accepted is not None:
+            statistics.num_accepted += (result.num_accepted[:, None] > position).sum(axis=0)
 
     def _count_rows(self, plan: StepPlan, num_decodes: int) -> None:
         """A decode row is never replayed and never trimmed, so only the others are looked at."""

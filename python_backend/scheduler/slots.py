@@ -1,11 +1,14 @@
 """The running requests as arrays indexed by slot, so that a decode step is a few vector operations.
 
 The newest tokens of every slot stand in one ring `[num_slots, RING_TOKENS]`: the next input, the
-n-gram history and appending need no request object. A request is visited in Python only to move a
-full ring, or a block to publish, into its own buffer.
+n-gram history and appending need no request object. Drafts stand behind them, where they will be
+if they stay. A request is visited in Python only to move a full ring, or a block to publish, into
+its own buffer.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +29,24 @@ MAX_END_IDS = 32
 NEVER = 1 << 62
 
 
+class Appended(NamedTuple):
+    """What was appended to n slots: row i of `tokens` [n, most], the first counts[i] of it; None
+    is one for all. `last` [n] is the last token of each."""
+
+    tokens: Int32Array
+    counts: Int64Array | None
+    last: Int32Array
+
+
 class SlotTable:
     """State of `num_slots` slots. Counts are tokens.
 
     `num_computed` rows were given to a step, `num_processed` of them are done. They differ while
     a step runs; pages are retired by `num_processed`, because a running step still reads them.
+    The `num_drafts` ≤ `most_drafts` tokens behind the known ones are proposed, nothing more.
     """
 
-    def __init__(self, num_slots: int, history_width: int) -> None:
+    def __init__(self, num_slots: int, history_width: int, most_drafts: int) -> None:
         def zeros() -> Int64Array:
             return np.zeros(num_slots, dtype=np.int64)
 
@@ -42,6 +55,8 @@ class SlotTable:
         self.token_limit = zeros()
         self.num_computed = zeros()
         self.num_processed = zeros()
+        self.num_drafts = zeros()
+        self.speculates: BoolArray = np.zeros(num_slots, dtype=bool)
         self.next_publish = zeros()  # num_computed at which a further block can be published
         self.encoder_floor = zeros()
         self.decoder_floor = zeros()
@@ -55,6 +70,7 @@ class SlotTable:
         self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         self._ring = np.zeros((num_slots, RING_TOKENS), dtype=np.int32)
         self._num_synced = zeros()
+        self._most_unsynced = RING_TOKENS - most_drafts  # there is always room for a step's drafts
         self._ring_start = np.arange(num_slots, dtype=np.int64) * RING_TOKENS
         self._input_offsets = np.arange(-history_width, 1, dtype=np.int64)
 
@@ -69,6 +85,8 @@ class SlotTable:
         self.decoder_floor[slot] = replay.decoder_floor
         self.write_floor[slot] = replay.write_floor
         self.fresh[slot] = True
+        self.num_drafts[slot] = 0
+        self.speculates[slot] = tracked.request.speculative
         sampling = tracked.request.sampling
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
@@ -98,32 +116,67 @@ class SlotTable:
         self._num_synced[slot] = stop
         return tracked
 
-    def append(self, slots: Int64Array, tokens: Int32Array) -> None:
-        """Append one sampled token to each slot."""
-        count = self.num_tokens[slots]
-        self._ring[slots, count & (RING_TOKENS - 1)] = tokens
-        count += 1
+    def append(
+        self, slots: Int64Array, num_accepted: Int64Array | None, tokens: Int32Array
+    ) -> Appended:
+        """Append the first num_accepted[i] drafts of each slot and tokens[i] behind them, all
+        through the first end id. None: there were no drafts."""
+        start = self.num_tokens[slots]
+        if num_accepted is None or not num_accepted.any():
+            self._ring[slots, start & (RING_TOKENS - 1)] = tokens
+            self._set_num_tokens(slots, start + 1)
+            return Appended(tokens[:, None], None, tokens)
+        self._ring[slots, (start + num_accepted) & (RING_TOKENS - 1)] = tokens
+        at = start[:, None] + np.arange(int(num_accepted.max()) + 1)
+        appended = self._ring[slots[:, None], at & (RING_TOKENS - 1)]
+        is_end = (self.end_ids[:, slots, None] == appended).any(axis=0)
+        first_end = np.where(is_end.any(axis=1), is_end.argmax(axis=1), RING_TOKENS)
+        counts = np.minimum(num_accepted, first_end) + 1
+        self._set_num_tokens(slots, start + counts)
+        return Appended(appended, counts, appended[np.arange(len(slots)), counts - 1])
+
+    def propose(self, slots: Int64Array, drafts: Int32Array, num_drafts: Int64Array) -> None:
+        """Put the first num_drafts[i] of drafts [n, block] behind the tokens of each slot."""
+        at = self.num_tokens[slots][:, None] + np.arange(drafts.shape[1])
+        cells = self._ring_start[slots][:, None] + (at & (RING_TOKENS - 1))
+        proposed = np.arange(drafts.shape[1]) < num_drafts[:, None]
+        self._ring.ravel()[cells[proposed]] = drafts[proposed]
+        self.num_drafts[slots] = num_drafts
+
+    def draft_room(self, slots: Int64Array) -> Int64Array:
+        """Drafts that each slot can use: behind the last of them comes one token more."""
+        room = self.token_limit[slots] - self.num_tokens[slots] - 1
+        return np.maximum(room * self.speculates[slots], 0)
+
+    def _set_num_tokens(self, slots: Int64Array, count: Int64Array) -> None:
         self.num_tokens[slots] = count
-        for slot in slots[count - self._num_synced[slots] == RING_TOKENS].tolist():
+        for slot in slots[count - self._num_synced[slots] >= self._most_unsynced].tolist():
             self.sync(slot)
 
     def step_arrays(self, slots: Int64Array, counts: Int64Array, num_decodes: int) -> StepArrays:
         """The next counts[i] rows of each slot. The first `num_decodes` slots run their last
-        known token, which the ring holds; the others are read from their requests."""
+        known token and counts[i] − 1 drafts behind it, which the ring holds; the others are read
+        from their requests."""
         first = self.num_computed[slots]
         query_start = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         tokens = np.empty(query_start[-1], dtype=np.int32)
         history = np.empty((len(slots), len(self._input_offsets) - 1), dtype=np.int32)
 
-        inputs = self._decode_inputs(slots[:num_decodes], first[:num_decodes])
-        tokens[:num_decodes], history[:num_decodes] = inputs[:, -1], inputs[:, :-1]
+        width, decodes = history.shape[1], counts[:num_decodes]
+        inputs = self._decode_inputs(slots[:num_decodes], first[:num_decodes], decodes)
+        history[:num_decodes] = inputs[:, :width]
+        if inputs.shape[1] == width + 1:
+            tokens[:num_decodes] = inputs[:, width]
+        else:
+            runs = np.arange(inputs.shape[1] - width) < decodes[:, None]
+            tokens[: query_start[num_decodes]] = inputs[:, width:][runs]
         for i in range(num_decodes, len(slots)):
             tracked: TrackedRequest = self.requests[slots[i]]
             start = int(first[i])
             row = slice(int(query_start[i]), int(query_start[i + 1]))
             tokens[row] = tracked.tokens[start : start + row.stop - row.start]
-            history[i] = _last_tokens(tracked.tokens, start, history.shape[1])
+            history[i] = _last_tokens(tracked.tokens, start, width)
         return StepArrays(
             tokens=tokens,
             query_start=query_start,
@@ -132,7 +185,7 @@ class SlotTable:
             decoder_floor=self.decoder_floor[slots],
             write_floor=self.write_floor[slots],
             history=history,
-            wants_logits=first + counts == self.num_tokens[slots],
+            wants_logits=first + counts >= self.num_tokens[slots],
         )
 
     def sampling_arrays(self, slots: Int64Array) -> SamplingArrays:
@@ -156,9 +209,15 @@ class SlotTable:
         self.end_ids[:, slot] = -1
         self.end_ids[: len(end_ids), slot] = list(end_ids)
 
-    def _decode_inputs(self, slots: Int64Array, positions: Int64Array) -> Int32Array:
-        """History and token of the rows at `positions`, [n, history width + 1], −1 before 0."""
-        at = positions[:, None] + self._input_offsets
+    def _decode_inputs(
+        self, slots: Int64Array, positions: Int64Array, counts: Int64Array
+    ) -> Int32Array:
+        """History and tokens of the rows from `positions` on, −1 before 0: [n, history width +
+        the most of `counts`], of which row i runs the first counts[i] behind its history."""
+        offsets, most = self._input_offsets, int(counts.max(initial=1))
+        if most > 1:
+            offsets = np.concatenate([offsets, np.arange(1, most)])
+        at = positions[:, None] + offsets
         cells = self._ring_start[slots][:, None] + (at & (RING_TOKENS - 1))
         inputs: Int32Array = self._ring.ravel().take(cells)
         if len(positions) and positions.min() < len(self._input_offsets) - 1:

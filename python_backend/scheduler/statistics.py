@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from python_backend.request import FinishReason
+
+DraftCounts = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -13,6 +18,8 @@ class Statistics:
 
     `num_cached_tokens` counts adopted hits, not where replay starts; what replay costs is in
     `num_replayed_rows`. `num_trimmed_rows` are prefill rows that never ran through the decoder.
+    `num_verifications` counts rows of requests that verified drafts; element k of `num_drafted`
+    and `num_accepted` how often there was a draft k + 1, and how often it stayed.
     """
 
     num_steps: int = 0
@@ -25,6 +32,9 @@ class Statistics:
     num_dropped_short_hits: int = 0
     num_preemptions: int = 0
     num_failed_steps: int = 0
+    num_verifications: int = 0
+    num_drafted: DraftCounts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    num_accepted: DraftCounts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     num_finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -35,12 +34,10 @@ class RecordingExecutor(TorchExecutor):
         super().__init__(network, pools)
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
 
-    def _sample(
-        self, logits: torch.Tensor, arrays: SamplingArrays, wanted: npt.NDArray[np.bool_]
-    ) -> Int32Array:
-        keys = zip(arrays.seed[wanted].tolist(), arrays.output_index[wanted].tolist(), strict=True)
+    def _sample(self, logits: torch.Tensor, arrays: SamplingArrays) -> Int32Array:
+        keys = zip(arrays.seed.tolist(), arrays.output_index.tolist(), strict=True)
         self.logits.update(zip(keys, logits.clone(), strict=True))
-        return super()._sample(logits, arrays, wanted)
+        return super()._sample(logits, arrays)
 
 
 class RealCore(EngineCore):

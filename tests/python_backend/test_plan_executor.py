@@ -91,8 +91,8 @@ class Built:
 
     def plan_executor(self, pools: CachePools) -> PlanExecutor:
         tables = engram_tables(self.engine, self.network.dtype, "cpu")
-        sessions = self.session("encoder"), self.session("decoder")
-        return PlanExecutor(*sessions, tables, pools, device="cpu")
+        sessions = {segment: self.session(segment) for segment in SEGMENTS}
+        return PlanExecutor(sessions, tables, pools, device="cpu")
 
     def torch_executor(self, pools: CachePools) -> TorchExecutor:
         return TorchExecutor(self.network, pools)
