@@ -5,6 +5,10 @@ does with it what a real executor does with bytes: writes the rows that the floo
 the windows, pairs and global history that the network reads. Whatever is missing, foreign, shared
 or stale raises PlanError. The sampled token is a hash of the token history as found through the
 page tables, so a wrong table that slips through still gives wrong tokens.
+
+With drafting it proposes the right tokens, one in three replaced by a wrong one, and checks that
+the drafter's context is that of final rows. Rejected rows stay in the shadow as they would in
+memory.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import StepPlan, StepResult
+from python_backend.step_plan import DraftBlocks, StepPlan, StepResult
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -33,6 +37,20 @@ def next_token(history: Int32Array, vocab_size: int, seed: int, output_index: in
     return digest.intdigest() % vocab_size
 
 
+def guesses(
+    history: Int32Array, vocab_size: int, seed: int, output_index: int, count: int
+) -> tuple[list[int], list[float]]:
+    """`count` drafts after `history`, and P(accepted) of each, which knows nothing of the truth."""
+    drafts, confidence = list[int](), list[float]()
+    for k in range(count):
+        token = next_token(history, vocab_size, seed, output_index + k)
+        luck = xxhash.xxh3_64_intdigest(history.tobytes() + b"luck")
+        drafts.append(token if luck % 3 else (token + 1) % vocab_size)
+        confidence.append((luck >> 8) % 101 / 100)
+        history = np.append(history, np.int32(token))
+    return drafts, confidence
+
+
 class SimulatedExecutor:
     """Checks every plan against a shadow of the memory that `limits` describes."""
 
@@ -46,6 +64,8 @@ class SimulatedExecutor:
         self._window_position = np.full(window_rows, -1, dtype=np.int64)
         self._window_life = np.zeros(window_rows, dtype=np.int64)
         self._window_is_decoder = np.zeros(window_rows, dtype=bool)
+        self._context_position = np.full(window_rows, -1, dtype=np.int64)
+        self._context_life = np.zeros(window_rows, dtype=np.int64)
         self._tail_position = np.full((num_slots, TAIL_CAPACITY), -1, dtype=np.int64)
         self._life = np.zeros(num_slots, dtype=np.int64)
         self._next_position = np.zeros(num_slots, dtype=np.int64)
@@ -65,6 +85,11 @@ class SimulatedExecutor:
             plan.tables.global_pages.ravel(), minlength=self._limits.num_global_pages
         )
         tokens = np.full(arrays.num_requests, -1, dtype=np.int32)
+        num_accepted = np.zeros(arrays.num_requests, dtype=np.int64)
+        blocks = DraftBlocks(
+            np.full((arrays.num_requests, self._limits.most_drafts), -1, dtype=np.int32),
+            np.zeros((arrays.num_requests, self._limits.most_drafts), dtype=np.float32),
+        )
         for r in range(arrays.num_requests):
             positions = np.arange(counts[r], dtype=np.int64) + arrays.first_position[r]
             self._begin(plan, r)
@@ -74,14 +99,52 @@ class SimulatedExecutor:
             self._read_window(plan, r)
             history = self._read_global(plan, r, positions)
             if arrays.wants_logits[r]:
-                tokens[r] = next_token(
-                    history,
-                    self._limits.vocab_size,
-                    int(plan.sampling.seed[r]),
-                    int(plan.sampling.output_index[r]),
-                )
-            self._next_position[plan.slots[r]] = positions[-1] + 1
-        return StepResult(tokens)
+                tokens[r], num_accepted[r] = self._choose(plan, r, history)
+            final = positions[: len(positions) - plan.num_drafts[r] + num_accepted[r]]
+            self._next_position[plan.slots[r]] = final[-1] + 1
+            if plan.wants_drafts[r]:
+                self._keep_context(plan, r, final)
+                if arrays.wants_logits[r]:
+                    known = np.append(history[: final[-1] + 1], tokens[r])
+                    self._draft(plan, r, known, int(num_accepted[r]) + 1, blocks)
+        return StepResult(tokens, num_accepted, blocks if self._limits.draft else None)
+
+    def _choose(self, plan: StepPlan, r: int, history: Int32Array) -> tuple[int, int]:
+        """The token after the last draft that stays, and how many do."""
+        num_drafts = int(plan.num_drafts[r])
+        end, seed = len(history) - num_drafts, int(plan.sampling.seed[r])
+        _expect(end > plan.arrays.first_position[r], f"slot {plan.slots[r]} has no row but drafts")
+        for k in range(num_drafts + 1):
+            index = int(plan.sampling.output_index[r]) + k
+            token = next_token(history[: end + k], self._limits.vocab_size, seed, index)
+            if k == num_drafts or token != history[end + k]:
+                break
+        return token, k
+
+    def _keep_context(self, plan: StepPlan, r: int, final: Int64Array) -> None:
+        kept = final[final >= plan.arrays.decoder_floor[r]]
+        pages, rows = self._window_cells(plan, r, kept)
+        self._context_position[pages, rows] = kept
+        self._context_life[pages, rows] = self._life[plan.slots[r]]
+
+    def _draft(
+        self, plan: StepPlan, r: int, known: Int32Array, num_new: int, blocks: DraftBlocks
+    ) -> None:
+        """Behind the last of `known`, from the context of the window below it."""
+        last = len(known) - 1
+        floor = max(int(plan.arrays.decoder_floor[r]), last - self._limits.window)
+        positions = np.arange(floor, last, dtype=np.int64)
+        pages, rows = self._window_cells(plan, r, positions)
+        found = (self._context_position[pages, rows] == positions) & (pages > 0)
+        found &= self._context_life[pages, rows] == self._life[plan.slots[r]]
+        _expect(bool(found.all()), f"slot {plan.slots[r]} drafts from a row that is not final")
+        blocks.tokens[r], blocks.confidence[r] = guesses(
+            known,
+            self._limits.vocab_size,
+            int(plan.sampling.seed[r]),
+            int(plan.sampling.output_index[r]) + num_new,
+            blocks.tokens.shape[1],
+        )
 
     def _begin(self, plan: StepPlan, r: int) -> None:
         """A life starts at its replay start and goes on without gaps under the same floors."""

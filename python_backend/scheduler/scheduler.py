@@ -198,7 +198,8 @@ class Scheduler:
                 return preempted
             slots = slots[growing]
             for ends in (with_drafts[growing], num_tokens[growing]):
-                missing = -(-ends // pages.group.page_tokens) - pages.num_held[slots]
+                held = pages.num_held[slots]  # drafts of another step may have grown a slot ahead
+                missing = np.maximum(-(-ends // pages.group.page_tokens) - held, 0)
                 if missing.sum() <= pages.num_free:
                     pages.extend(slots, missing)
                     return preempted
