@@ -18,6 +18,7 @@ class SampleCase:
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     kind: Literal["normal", "equal", "masked"] = "normal"
 
     def operands(self, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -33,6 +34,7 @@ class SampleCase:
             "temperature": torch.full((self.rows,), self.temperature),
             "top_k": torch.full((self.rows,), self.top_k),
             "top_p": torch.full((self.rows,), self.top_p),
+            "min_p": torch.full((self.rows,), self.min_p),
             "seed": torch.arange(self.rows) - 1,
             "output_index": torch.arange(self.rows),
         }
@@ -48,6 +50,9 @@ CASES = (
     SampleCase("top-k among equals", 5, 17, 1.0, top_k=3, kind="equal"),
     SampleCase("top-p of nothing", 3, 17, 1.0, top_p=0.0),
     SampleCase("both limits", 5, 1000, 1.3, top_k=20, top_p=0.5),
+    SampleCase("min-p", 5, 1000, 0.8, min_p=0.2),
+    SampleCase("min-p of all", 5, 17, 1.0, min_p=1.0, kind="equal"),
+    SampleCase("all three limits", 5, 1000, 1.1, top_k=300, top_p=0.95, min_p=0.02),
     SampleCase("nearly greedy", 3, 17, 1e-9),
     SampleCase("one token", 2, 1, 1.0, top_p=0.9),
 )

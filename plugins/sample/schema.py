@@ -9,6 +9,7 @@ SCHEMA = OperatorSchema(
         TensorSpec("temperature", ("S",)),
         TensorSpec("top_k", ("S",), kind="int64"),
         TensorSpec("top_p", ("S",)),
+        TensorSpec("min_p", ("S",)),
         TensorSpec("seed", ("S",), kind="int64"),
         TensorSpec("output_index", ("S",), kind="int64"),
     ),
@@ -16,5 +17,8 @@ SCHEMA = OperatorSchema(
     attributes=(),
     ties="of equal logits the lower token id ranks first: greedy, top-k and top-p alike",
     deterministic="a row's token depends on that row's operands only, never on the batch",
-    source="nucleus sampling, arXiv 1904.09751; Philox-4x32-10, Salmon et al., SC 2011",
+    source=(
+        "nucleus sampling, arXiv 1904.09751; min-p, arXiv 2407.01082; Philox-4x32-10, Salmon et "
+        "al., SC 2011"
+    ),
 )

@@ -87,6 +87,7 @@ class PagedExecutor(ABC):
             self._tensor(arrays.temperature),
             self._tensor(arrays.top_k),
             self._tensor(arrays.top_p),
+            self._tensor(np.zeros_like(arrays.top_p)),  # min_p
             self._tensor(arrays.seed.view(np.int64)),
             self._tensor(arrays.output_index),
         )

@@ -51,24 +51,30 @@ def test_uniform_is_open_and_uses_all_64_bits_of_the_seed() -> None:
     assert ((counts - 2000) ** 2 / 2000).sum() < 94.0  # chi-square, 49 degrees, p = 1e-4
 
 
-def draws(logits: list[float], n: int, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def draws(
+    logits: list[float], n: int, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> np.ndarray:
     rows = torch.tensor(logits, dtype=torch.float64).expand(n, -1)
     tokens = sample(
         rows,
         torch.full((n,), temperature, dtype=torch.float64),
         torch.full((n,), top_k),
         torch.full((n,), top_p, dtype=torch.float64),
+        torch.full((n,), min_p, dtype=torch.float64),
         torch.full((n,), 1234),
         torch.arange(n),
     )
     return np.bincount(tokens.numpy(), minlength=len(logits))
 
 
-def oracle(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+def oracle(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> list[float]:
     """Exact kept distribution, by sorting and adding in Python."""
     peak = max(logits)
     weight = [math.exp((v - peak) / temperature) for v in logits]
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    order = [i for i in order if weight[i] >= min_p]  # the largest weight is 1
     if top_k:
         order = order[:top_k]
     total = math.fsum(weight[i] for i in order)
@@ -85,14 +91,24 @@ def oracle(logits: list[float], temperature: float, top_k: int, top_p: float) ->
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7), (1.5, 6, 0.8)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 5, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (1.5, 6, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (2.0, 7, 0.9, 0.3),
+    ],
 )
-def test_draws_follow_the_exact_distribution(temperature: float, top_k: int, top_p: float) -> None:
+def test_draws_follow_the_exact_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     logits = [1.0, -0.5, 2.0, 0.25, 0.25, -3.0, 1.5, -math.inf, 0.0, 0.9]
     n = 40_000
-    observed = draws(logits, n, temperature, top_k, top_p)
-    expected = n * np.array(oracle(logits, temperature, top_k, top_p))
+    observed = draws(logits, n, temperature, top_k, top_p, min_p)
+    expected = n * np.array(oracle(logits, temperature, top_k, top_p, min_p))
     assert (observed[expected == 0] == 0).all()
     support = expected > 0
     chi = ((observed - expected)[support] ** 2 / expected[support]).sum()
@@ -104,14 +120,15 @@ def test_draws_follow_the_exact_distribution(temperature: float, top_k: int, top
     logits=st.lists(st.integers(-3, 3), min_size=1, max_size=8),
     top_k=st.integers(0, 9),
     top_p=st.sampled_from([0.0, 0.1, 0.33, 0.5, 0.77, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
 )
 def test_support_equals_a_brute_force_selection(
-    logits: list[int], top_k: int, top_p: float
+    logits: list[int], top_k: int, top_p: float, min_p: float
 ) -> None:
     """Small integers make ties common; every kept token has at least 0.2 percent of the mass."""
     values = [0.5 * v for v in logits]
-    expected = oracle(values, 1.0, top_k, top_p)
-    observed = draws(values, 6000, 1.0, top_k, top_p)
+    expected = oracle(values, 1.0, top_k, top_p, min_p)
+    observed = draws(values, 6000, 1.0, top_k, top_p, min_p)
     assert {i for i, p in enumerate(expected) if p > 0} == set(np.flatnonzero(observed).tolist())
 
 
@@ -131,7 +148,7 @@ def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
     logits[1] = 5.0
     logits[2, 1999] = 0.5
     off = torch.zeros(3)
-    got = sample(logits, off, off.long(), off + 1, off.long(), off.long())
+    got = sample(logits, off, off.long(), off + 1, off, off.long(), off.long())
     assert got.tolist() == [700, 0, 1999]
     assert got.dtype == torch.int64
 
@@ -147,7 +164,8 @@ def test_every_case_yields_an_allowed_token(case: SampleCase, dtype: torch.dtype
             assert token == row.index(max(row))
         else:
             top_p = operands["top_p"][0].item()
-            assert oracle(row, case.temperature, case.top_k, top_p)[token] > 0
+            min_p = operands["min_p"][0].item()
+            assert oracle(row, case.temperature, case.top_k, top_p, min_p)[token] > 0
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 513, 4099])
@@ -159,6 +177,7 @@ def test_a_row_does_not_depend_on_the_batch(vocab: int) -> None:
         torch.tensor([0.0, 0.3, 1.0, 2.0]).repeat(6),
         torch.tensor([0, 0, 5]).repeat(8),
         torch.tensor([1.0, 0.9, 1.0, 0.5, 1.0, 1.0]).repeat(4),
+        torch.tensor([0.0, 0.0, 0.1, 0.0]).repeat(6),
         torch.randint(-(2**62), 2**62, (rows,), generator=draw),
         torch.randint(0, 1 << 20, (rows,), generator=draw),
     )
@@ -173,8 +192,8 @@ def test_the_same_seed_and_index_repeat_and_others_differ() -> None:
     n = 64
     logits = torch.zeros(n, 1 << 16)
     one, off = torch.ones(n), torch.zeros(n, dtype=torch.int64)
-    first = sample(logits, one, off, one, off + 5, torch.arange(n))
-    assert torch.equal(first, sample(logits, one, off, one, off + 5, torch.arange(n)))
+    first = sample(logits, one, off, one, one - 1, off + 5, torch.arange(n))
+    assert torch.equal(first, sample(logits, one, off, one, one - 1, off + 5, torch.arange(n)))
     assert len(set(first.tolist())) > 60
-    other = sample(logits, one, off, one, off + 6, torch.arange(n))
+    other = sample(logits, one, off, one, one - 1, off + 6, torch.arange(n))
     assert (other == first).sum() <= 2
