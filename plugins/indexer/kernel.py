@@ -1,22 +1,145 @@
-"""Index scores on a device: as few and as large products as memory allows.
+"""Index scores in the Triton language; docs/kernels/indexer.md has their floor and layout.
 
-Rows of a request with many rows in the step (prefill) read its keys once; the others (decoding)
-gather their keys row by row. Bits may depend on the batch, as products on a device do.
+One program scores a run of entries for a few neighbouring rows. Keys are decoded once for all rows
+of one request; every row takes the same products, [keys, dk] × [dk, heads], so its bits depend
+neither on the other rows nor on how many of them a program holds.
 """
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+import triton
+import triton.language as tl
+
+from plugins.device.launch import INTERPRETED, needs_reference, padded, unit_stride
+from plugins.device.rows import device_rows, load_rows
+from plugins.registry import OPERATORS
 
 if TYPE_CHECKING:
     from plugins.formats.rows import RowStore
 
-# A run of fewer rows of one request is scored together with other requests' rows.
-_LONG_RUN = 32
-# Elements of the largest intermediate, products per head or gathered keys.
-_TILE_ELEMENTS = 1 << 28
+_KEY_TILE = 128
+# Entries of one program: the queries are loaded once for them where a program has one row.
+_RUN_TILES = 4
+# Rows of one request that share decoded keys, at most.
+_MAX_ROWS = 8
+
+
+@triton.jit
+def _load_query(
+    queries, head_weights, row, row_stride, head_stride, weight_stride,
+    H: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Even and odd elements [HEADS, PAIRS] and the head weights [HEADS]; zeros beyond the heads."""
+    head, column = tl.arange(0, HEADS), tl.arange(0, 2 * PAIRS)
+    at = row * row_stride + head[:, None] * head_stride + column[None, :]
+    there = (head < H)[:, None] & (column < WIDTH)[None, :]
+    query = tl.load(queries + at, mask=there, other=0.0).to(tl.float32)
+    even, odd = tl.split(query.reshape(HEADS, PAIRS, 2))
+    even, odd = even.to(DOT), odd.to(DOT)
+    if WIDEN:
+        even, odd = even.to(tl.float32), odd.to(tl.float32)
+    weight = tl.load(head_weights + row * weight_stride + head, mask=head < H, other=0.0)
+    return even, odd, weight.to(tl.float32)
+
+
+@triton.jit
+def _load_keys(
+    data, slots, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    even, odd = load_rows(data, slots, page_stride, ROWS, ROW, STORED, WIDTH, PAIRS)
+    even, odd = even.to(DOT), odd.to(DOT)
+    if WIDEN:
+        even, odd = even.to(tl.float32), odd.to(tl.float32)
+    return even, odd
+
+
+@triton.jit
+def _score(key_even, key_odd, even, odd, weight):
+    """Σ over heads of weight · max(0, key · query), [keys]."""
+    products = tl.dot(key_even, tl.trans(even), input_precision="tf32x3")
+    products = tl.dot(key_odd, tl.trans(odd), products, input_precision="tf32x3")
+    # Not maximum(): that would turn the NaN of a poisoned key into 0.
+    return tl.sum(tl.where(products < 0.0, 0.0, products) * weight[None, :], axis=1)
+
+
+@triton.jit
+def _index_scores(
+    queries, row_stride, head_stride, head_weights, weight_stride,
+    data, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
+    key_slots, slots_stride, num_keys, request, num_visible, scores, num_rows,
+    H: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, SHARING: tl.constexpr,
+    DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    first_row = tl.program_id(1).to(tl.int64) * SHARING
+    first_key = tl.program_id(0) * (TILE * TILES)
+    for tile in range(TILES):
+        column = first_key + tile * TILE + tl.arange(0, TILE)
+        held = tl.load(request + first_row) * 0 - 1
+        slots = tl.full((TILE,), -1, tl.int64)
+        key_even = tl.zeros((TILE, PAIRS), DOT)
+        key_odd = tl.zeros((TILE, PAIRS), DOT)
+        if WIDEN:
+            key_even, key_odd = key_even.to(tl.float32), key_odd.to(tl.float32)
+        for i in tl.static_range(SHARING):
+            row = tl.minimum(first_row + i, num_rows - 1)
+            visible = tl.minimum(tl.load(num_visible + row), num_keys)
+            score = tl.full((TILE,), float("-inf"), tl.float32)
+            if first_key + tile * TILE < visible:
+                owner = tl.load(request + row)
+                if owner != held:
+                    slot_at = key_slots + owner * slots_stride + column
+                    slots = tl.load(slot_at, mask=column < num_keys, other=-1)
+                    key_even, key_odd = _load_keys(
+                        data, slots, page_stride, ROWS, ROW, STORED, WIDTH, PAIRS, DOT, WIDEN
+                    )
+                    held = owner
+                even, odd, weight = _load_query(
+                    queries, head_weights, row, row_stride, head_stride, weight_stride,
+                    H, WIDTH, HEADS, PAIRS, DOT, WIDEN,
+                )  # fmt: skip
+                score = _score(key_even, key_odd, even, odd, weight)
+                score = tl.where((column < visible) & (slots >= 0), score, float("-inf"))
+            there = (column < num_keys) & (first_row + i < num_rows)
+            tl.store(scores + row * num_keys + column, score, mask=there)
+
+
+@triton.jit
+def _candidate_scores(
+    queries, row_stride, head_stride, head_weights, weight_stride,
+    data, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
+    key_slots, slots_stride, num_keys, request, num_visible, scores, num_columns,
+    blocks, blocks_stride, BLOCK: tl.constexpr,
+    H: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    TILE: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    there = column < num_columns
+    block = tl.load(blocks + row * blocks_stride + column // BLOCK, mask=there, other=-1)
+    visible = tl.minimum(tl.load(num_visible + row), num_keys)
+    entry = block * BLOCK + column % BLOCK
+    readable = (block >= 0) & (entry < visible)
+    owner = tl.load(request + row)
+    slots = tl.load(key_slots + owner * slots_stride + entry, mask=readable, other=-1)
+    key_even, key_odd = _load_keys(
+        data, slots, page_stride, ROWS, ROW, STORED, WIDTH, PAIRS, DOT, WIDEN
+    )
+    even, odd, weight = _load_query(
+        queries, head_weights, row, row_stride, head_stride, weight_stride,
+        H, WIDTH, HEADS, PAIRS, DOT, WIDEN,
+    )  # fmt: skip
+    score = _score(key_even, key_odd, even, odd, weight)
+    score = tl.where(slots >= 0, score, float("-inf"))
+    tl.store(scores + row * num_columns + column, score, mask=there)
 
 
 def index_scores(
@@ -27,61 +150,74 @@ def index_scores(
     request: torch.Tensor,
     num_visible: torch.Tensor,
 ) -> torch.Tensor:
-    """As the reference, whose arguments and result these are."""
-    acc = torch.promote_types(queries.dtype, torch.float32)
-    queries, head_weights = queries.to(acc), head_weights.to(acc).unsqueeze(1)
-    scores = queries.new_full((queries.shape[0], key_slots.shape[1]), -torch.inf)
-    owners, runs, limits = _runs(request, num_visible, key_slots.shape[1])
-    heads, width = queries.shape[1:]
-    short: list[int] = []
-    start = 0
-    for owner, count, limit in zip(owners, runs, limits, strict=True):
-        rows = range(start, start + count)
-        start += count
-        if count < _LONG_RUN:
-            short += rows
-            continue
-        slots = key_slots[owner, :limit]
-        run_keys = keys.read(slots, acc).T
-        tile = max(1, _TILE_ELEMENTS // (heads * max(limit, 1)))
-        for first in range(rows.start, rows.stop, tile):
-            part = slice(first, min(first + tile, rows.stop))
-            products = (queries[part].flatten(0, 1) @ run_keys).relu_()
-            products = products.view(-1, heads, limit)
-            _put(scores, part, head_weights[part], products, slots, num_visible[part])
-    limit = max((limits[i] for i, count in enumerate(runs) if count < _LONG_RUN), default=0)
-    tile = max(1, _TILE_ELEMENTS // max(1, limit * max(heads, width)))
-    picked = torch.tensor(short, dtype=torch.int64, device=request.device)
-    for rows_of_tile in torch.split(picked, tile):
-        slots = key_slots[request[rows_of_tile], :limit]
-        row_keys = keys.read(slots, acc)
-        products = torch.bmm(queries[rows_of_tile], row_keys.transpose(1, 2)).relu_()
-        weights, visible = head_weights[rows_of_tile], num_visible[rows_of_tile]
-        _put(scores, rows_of_tile, weights, products, slots, visible)
+    """As the reference, whose arguments and result these are.
+
+    Products take bfloat16 operands for bfloat16 queries, in which rounded queries and keys are
+    exact, and three TF32 products for float32 ones; sums are float32. With float64, a gradient or
+    an unknown record the reference runs.
+    """
+    stored = device_rows(keys)
+    if stored is None or needs_reference(queries, head_weights):
+        reference: torch.Tensor = OPERATORS["index_scores"].reference(
+            queries, head_weights, keys, key_slots, request, num_visible
+        )
+        return reference
+    num_rows, heads, width = queries.shape
+    requests, num_keys = key_slots.shape
+    scores = queries.new_empty((num_rows, num_keys), dtype=torch.float32)
+    if num_rows == 0 or num_keys == 0:
+        return scores
+    queries, head_weights = unit_stride(queries), unit_stride(head_weights)
+    key_slots = unit_stride(key_slots)
+    sharing = min(_MAX_ROWS, padded(-(-num_rows // max(requests, 1)), 1))
+    grid = (triton.cdiv(num_keys, _KEY_TILE * _RUN_TILES), triton.cdiv(num_rows, sharing))
+    _index_scores[grid](
+        queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
+        *stored.arguments(),
+        key_slots, key_slots.stride(0), num_keys, request, num_visible, scores, num_rows,
+        heads, width, padded(heads), padded(width // 2), _KEY_TILE, _RUN_TILES, sharing,
+        tl.float32 if queries.dtype == torch.float32 else tl.bfloat16, INTERPRETED, num_warps=4,
+    )  # fmt: skip
     return scores
 
 
-def _runs(
-    request: torch.Tensor, num_visible: torch.Tensor, num_keys: int
-) -> tuple[list[int], list[int], list[int]]:
-    """Neighbouring rows of one request: the request, how many rows, the most entries seen."""
-    owners, run, counts = torch.unique_consecutive(request, return_inverse=True, return_counts=True)
-    limits = torch.zeros_like(owners).scatter_reduce(0, run, num_visible, "amax")
-    host: list[list[int]] = torch.stack([owners, counts, limits.clamp(max=num_keys)]).tolist()
-    return host[0], host[1], host[2]
-
-
-def _put(
-    scores: torch.Tensor,
-    rows: slice | torch.Tensor,
+def candidate_scores(
+    queries: torch.Tensor,
     head_weights: torch.Tensor,
-    products: torch.Tensor,
-    slots: torch.Tensor,
+    keys: RowStore,
+    key_slots: torch.Tensor,
+    request: torch.Tensor,
     num_visible: torch.Tensor,
-) -> None:
-    """Sum products [t, h, n] over heads into the scores of `rows`; slots [n] or [t, n]."""
-    limit = slots.shape[-1]
-    tile = torch.bmm(head_weights, products)[:, 0]
-    column = torch.arange(limit, device=slots.device)
-    readable = (column < num_visible.unsqueeze(1)) & (slots >= 0)
-    scores[rows, :limit] = tile.masked_fill(~readable, -torch.inf)
+    blocks: torch.Tensor,
+    *,
+    block_size: int,
+) -> torch.Tensor:
+    """Scores of the entries of each row's candidate blocks alone, float32 [T, B · block_size].
+
+    As index_scores, but only blocks int64 [T, B] are read and scored: entry b · block_size + i of
+    block b = blocks[t, j] is column j · block_size + i; −1 is no block. The work does not depend on
+    the context. Any dtype but float64, any store that kernels know; ValueError otherwise.
+    """
+    stored = device_rows(keys)
+    if stored is None or needs_reference(queries, head_weights):
+        raise ValueError(
+            "expected float32 or bfloat16 queries without a gradient and keys in a record that "
+            f"kernels decode, got {queries.dtype} and {type(keys).__name__}; use index_scores and "
+            "restrict_to_blocks instead"
+        )
+    num_rows, heads, width = queries.shape
+    num_columns = blocks.shape[1] * block_size
+    scores = queries.new_empty((num_rows, num_columns), dtype=torch.float32)
+    if num_rows == 0 or num_columns == 0:
+        return scores
+    queries, head_weights = unit_stride(queries), unit_stride(head_weights)
+    key_slots, blocks = unit_stride(key_slots), unit_stride(blocks)
+    _candidate_scores[(triton.cdiv(num_columns, _KEY_TILE), num_rows)](
+        queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
+        *stored.arguments(),
+        key_slots, key_slots.stride(0), key_slots.shape[1], request, num_visible,
+        scores, num_columns, blocks, blocks.stride(0), block_size,
+        heads, width, padded(heads), padded(width // 2), _KEY_TILE,
+        tl.float32 if queries.dtype == torch.float32 else tl.bfloat16, INTERPRETED, num_warps=4,
+    )  # fmt: skip
+    return scores

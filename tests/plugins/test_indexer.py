@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from plugins.formats.records import index_record
 from plugins.formats.rows import PackedRows, ValueRows
-from plugins.indexer import index_scores, kernel
+from plugins.indexer import index_scores
 from plugins.indexer.cases import CASES, IndexCase
 from plugins.topk_select import topk_select
 
@@ -40,18 +40,11 @@ def oracle(operands: dict[str, torch.Tensor | ValueRows]) -> np.ndarray:
     return scores
 
 
-# The device's implementation is plain torch, so it runs here too.
-IMPLEMENTATIONS = {"reference": index_scores, "device": kernel.index_scores}
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_matches_the_per_entry_oracle(
-    case: IndexCase, dtype: torch.dtype, implementation: str
-) -> None:
+def test_matches_the_per_entry_oracle(case: IndexCase, dtype: torch.dtype) -> None:
     operands = case.operands(dtype)
-    scores = IMPLEMENTATIONS[implementation](**operands)
+    scores = index_scores(**operands)
     assert scores.dtype == torch.promote_types(dtype, torch.float32)
     expected = oracle(operands)
     ours = scores.double().numpy()
@@ -68,16 +61,7 @@ def test_matches_the_per_entry_oracle(
 @settings(deadline=None, max_examples=25)
 def test_ragged_batches(rows: list[int], keys: int, seed: int) -> None:
     operands = IndexCase("ragged", tuple(rows), 3, 8, keys, holes=0.2).operands(torch.float64, seed)
-    for scores in IMPLEMENTATIONS.values():
-        ours = scores(**operands).numpy()
-        np.testing.assert_allclose(ours, oracle(operands), rtol=1e-12, atol=1e-12)
-
-
-def test_the_device_scores_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most five rows of a long run, or two decoding rows, in a tile."""
-    monkeypatch.setattr(kernel, "_TILE_ELEMENTS", 2 * 40 * 8)
-    operands = IndexCase("tiles", (1, 33, 3, 1, 40), 3, 8, 40, holes=0.1).operands(torch.float64)
-    ours = kernel.index_scores(**operands).numpy()
+    ours = index_scores(**operands).numpy()
     np.testing.assert_allclose(ours, oracle(operands), rtol=1e-12, atol=1e-12)
 
 

@@ -15,7 +15,7 @@ from plugins.schema import OperatorSchema, TensorSpec
 FOLDERS = sorted(
     module.name
     for module in pkgutil.iter_modules(plugins.__path__)
-    if module.ispkg and module.name != "formats"
+    if module.ispkg and module.name not in ("device", "formats")
 )
 for folder in FOLDERS:
     importlib.import_module(f"plugins.{folder}")

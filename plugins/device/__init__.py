@@ -1,0 +1,1 @@
+"""What the Triton-language kernels share: number formats, row stores, rotation, launching."""

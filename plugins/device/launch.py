@@ -1,0 +1,49 @@
+"""What every launch asks: whether the kernel may run at all, and in which sizes."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from triton import knobs, next_power_of_2, runtime
+
+# The interpreter multiplies bfloat16 operands wrongly; kernels widen them there.
+INTERPRETED = bool(knobs.runtime.interpret)
+
+
+def needs_reference(*operands: torch.Tensor | None) -> bool:
+    """Whether the torch reference must run: float64, or a gradient through the operator."""
+    return any(
+        x is not None
+        and (x.dtype == torch.float64 or (x.requires_grad and torch.is_grad_enabled()))
+        for x in operands
+    )
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it whose last dim is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def padded(size: int, least: int = 16) -> int:
+    """The power of two that holds `size`; tensor cores take 16 or more."""
+    return max(least, int(next_power_of_2(max(size, 1))))
+
+
+class Limits(NamedTuple):
+    """shared_memory: bytes that one program may take. tensor_memory: whether large products put
+    their sums there (compute capability 10), of which there are 512 columns."""
+
+    shared_memory: int
+    tensor_memory: bool
+
+
+@functools.cache
+def limits(device: torch.device) -> Limits:
+    """Of a CUDA device; of a CPU, where kernels are interpreted, none."""
+    if device.type != "cuda":
+        return Limits(1 << 30, False)
+    properties = runtime.driver.active.utils.get_device_properties(device.index or 0)
+    capability = torch.cuda.get_device_capability(device)
+    return Limits(int(properties["max_shared_mem"]), capability[0] == 10)

@@ -1,0 +1,96 @@
+"""The small float formats on a device, decoded and encoded by integer arithmetic.
+
+No kernel needs a float8 type, so the same code runs from compute capability 8.0 on and in the
+Triton language's interpreter. Values and codes are those of plugins/formats/rounding.py, bit for
+bit: decoding goes through float16, whose own subnormals hold those of E2M1 and E4M3 exactly.
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What e2m1_pair and e4m3 leave to the scale. A scale above 2^113 overflows with it.
+E2M1_UNIT = tl.constexpr(16384.0)
+E4M3_UNIT = tl.constexpr(256.0)
+
+
+@triton.jit
+def _half(bits):
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e2m1_pair(byte):
+    """Low and high nibble of int32 bytes as float32 values, 2^−14 of what they stand for: the
+    caller's scale makes up for it."""
+    low = _half(((byte & 0x07) << 9) | ((byte & 0x08) << 12))
+    high = _half(((byte & 0x70) << 5) | ((byte & 0x80) << 8))
+    return low, high
+
+
+@triton.jit
+def e4m3(byte):
+    """float32 values of int32 codes, 2^−8 of what they stand for. The two NaN codes read as ±480:
+    in a record they occur only in groups whose scale is NaN."""
+    return _half(((byte & 0x7F) << 7) | ((byte & 0x80) << 8))
+
+
+@triton.jit
+def e4m3_scale(byte):
+    """float32 values of int32 codes, NaN codes included."""
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), e4m3(byte) * 256.0)
+
+
+@triton.jit
+def e8m0_scale(byte):
+    """2^(byte − 127) in float32; NaN for byte 255."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _snap(magnitude, largest: tl.constexpr, min_exponent: tl.constexpr, mantissa: tl.constexpr):
+    """The nearest representable magnitude, ties to even, saturating."""
+    clipped = tl.minimum(magnitude, largest)
+    exponent = tl.maximum(clipped.to(tl.int32, bitcast=True) >> 23, 127 + min_exponent)
+    step = ((exponent - mantissa) << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 + mantissa - exponent) << 23).to(tl.float32, bitcast=True)
+    # Adding 1.5 · 2^23 leaves no room for a fraction: the sum is rounded to nearest even.
+    return (clipped * inverse + 12582912.0 - 12582912.0) * step
+
+
+@triton.jit
+def e4m3_code(magnitude):
+    """int32 code of a float32 magnitude; of NaN, any."""
+    value = _snap(magnitude, 448.0, -6, 3)
+    normal = (value.to(tl.int32, bitcast=True) >> 20) - 960
+    return tl.maximum(normal, tl.minimum((value * 512.0).to(tl.int32), 8))
+
+
+@triton.jit
+def e2m1_code(magnitude):
+    """int32 code of a float32 magnitude; of NaN, any."""
+    value = _snap(magnitude, 6.0, 0, 1)
+    normal = (value.to(tl.int32, bitcast=True) >> 22) - 252
+    return tl.maximum(normal, tl.minimum((value * 2.0).to(tl.int32), 1))
+
+
+@triton.jit
+def ceil_scale_byte(amax_bits, limit_bits: tl.constexpr):
+    """E8M0 byte of the smallest power of two s with limit · s ≥ amax, both as float32 bits; 255
+    for a non-finite amax."""
+    exponent = amax_bits >> 23
+    above = ((amax_bits & 0x7FFFFF) > (limit_bits & 0x7FFFFF)).to(tl.int32)
+    byte = exponent - (limit_bits >> 23) + above + 127
+    byte = tl.minimum(tl.maximum(byte, 0), 254)
+    return tl.where(exponent == 255, 255, byte)
+
+
+@triton.jit
+def e8m0_inverse(byte):
+    """2^(127 − byte), exact for the bytes that finite float32 groups get."""
+    return ((254 - tl.minimum(byte, 253)) << 23).to(tl.float32, bitcast=True)

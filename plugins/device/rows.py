@@ -1,0 +1,115 @@
+"""Row stores as kernels see them, and the load of a tile of rows.
+
+Kernels keep a row as two halves, its even and its odd elements: an FP4 byte holds one of each, and
+a rotation turns (even, odd) pairs, so neither ever has to be interleaved inside a kernel.
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from plugins.device.numbers import (
+    E2M1_UNIT,
+    E4M3_UNIT,
+    e2m1_pair,
+    e4m3,
+    e4m3_scale,
+    e8m0_scale,
+)
+from plugins.formats.rows import PackedRows, RowStore, ValueRows
+
+# How a row is stored, a compile-time number of every kernel that reads or writes rows.
+VALUES = tl.constexpr(0)
+NVFP4 = tl.constexpr(1)  # main entries: E2M1, an E4M3 scale per 16
+MXFP8 = tl.constexpr(2)  # window rows: E4M3, an E8M0 scale per 32
+MXFP4 = tl.constexpr(3)  # index keys: E2M1, an E8M0 scale per 32
+_FORMATS = {"main": 1, "window": 2, "index": 3}
+
+
+class DeviceRows(NamedTuple):
+    """Slot s is row s % rows_per_page of page s // rows_per_page; strides count elements of
+    `data`. `rounding` is the format that a written row goes through, `stored` the one that it is
+    kept in: packed rows in the same, value rows in VALUES."""
+
+    data: torch.Tensor
+    page_stride: int
+    rows_per_page: int
+    row_stride: int
+    stored: int
+    rounding: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        """data, page_stride, and the compile-time rows_per_page, row_stride, stored."""
+        return self.data, self.page_stride, self.rows_per_page, self.row_stride, self.stored
+
+
+def device_rows(store: RowStore) -> DeviceRows | None:
+    """None for a store that kernels do not know: float64 values, or a fallback record."""
+    layout = store.layout if isinstance(store, PackedRows | ValueRows) else None
+    rounding = 0 if layout is None else _FORMATS.get(layout.name, -1)
+    if isinstance(store, PackedRows):
+        data, stored = store.data, rounding
+    elif isinstance(store, ValueRows) and store.values.dtype != torch.float64:
+        data, stored = store.values, 0
+    else:
+        return None
+    if rounding < 0 or data.stride(-1) != 1:
+        return None
+    rows_per_page = 1 if data.dim() == 2 else data.shape[1]
+    return DeviceRows(data, data.stride(0), rows_per_page, data.stride(-2), stored, rounding)
+
+
+@triton.jit
+def row_offsets(slots, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr):
+    """Element offsets int64 of int64 slots, which must not be negative."""
+    slot = slots.to(tl.int32)
+    return (slot // ROWS).to(tl.int64) * page_stride + (slot % ROWS) * ROW
+
+
+@triton.jit
+def load_rows(
+    data, slots, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Even and odd elements [N, PAIRS] in float32 of the rows at `slots` [N]; zeros at −1.
+
+    WIDTH is the row's number of elements, PAIRS ≥ WIDTH / 2 a power of two from 16 on.
+    """
+    N: tl.constexpr = slots.shape[0]
+    there = slots >= 0
+    row = data + row_offsets(tl.maximum(slots, 0), page_stride, ROWS, ROW)
+    if (STORED == NVFP4) | (STORED == MXFP4):
+        BYTES: tl.constexpr = 8 if STORED == NVFP4 else 16
+        GROUPS: tl.constexpr = PAIRS // BYTES
+        group = tl.arange(0, GROUPS)
+        byte = group[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+        read = there[:, None, None] & (byte < WIDTH // 2)[None, :, :]
+        codes = tl.load(row[:, None, None] + byte[None, :, :], mask=read, other=0).to(tl.int32)
+        read_scale = there[:, None] & (group < WIDTH // 2 // BYTES)[None, :]
+        scale_at = row[:, None] + WIDTH // 2 + group[None, :]
+        scale_byte = tl.load(scale_at, mask=read_scale, other=0).to(tl.int32)
+        scale = e4m3_scale(scale_byte) if STORED == NVFP4 else e8m0_scale(scale_byte)
+        scale *= E2M1_UNIT
+        even, odd = e2m1_pair(codes)
+        even = (even * scale[:, :, None]).reshape(N, PAIRS)
+        odd = (odd * scale[:, :, None]).reshape(N, PAIRS)
+    else:
+        column = tl.arange(0, 2 * PAIRS)
+        read = there[:, None] & (column < WIDTH)[None, :]
+        values = tl.load(row[:, None] + column[None, :], mask=read, other=0)
+        if STORED == MXFP8:
+            group = tl.arange(0, PAIRS // 16)
+            read_scale = there[:, None] & (group < WIDTH // 32)[None, :]
+            scale_at = row[:, None] + WIDTH + group[None, :]
+            scale_byte = tl.load(scale_at, mask=read_scale, other=0).to(tl.int32)
+            groups = e4m3(values.to(tl.int32)).reshape(N, PAIRS // 16, 32)
+            values = groups * (e8m0_scale(scale_byte) * E4M3_UNIT)[:, :, None]
+        even, odd = tl.split(values.to(tl.float32).reshape(N, PAIRS, 2))
+    return even, odd

@@ -1,0 +1,116 @@
+"""The cache write in the Triton language; docs/kernels/kv_write.md has its floor and layout.
+
+One program packs one row, in place in the pool. Codes and scales are the reference's, bit for bit.
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from plugins.device.launch import needs_reference, padded, unit_stride
+from plugins.device.numbers import (
+    E2M1_UNIT,
+    E4M3_UNIT,
+    ceil_scale_byte,
+    e2m1_code,
+    e2m1_pair,
+    e4m3,
+    e4m3_code,
+    e4m3_scale,
+    e8m0_inverse,
+    e8m0_scale,
+)
+from plugins.device.rows import MXFP8, NVFP4, VALUES, device_rows, row_offsets
+from plugins.formats.rows import RowStore
+from plugins.registry import OPERATORS
+
+
+@triton.jit
+def _group_scale(amax_bits, FORMAT: tl.constexpr):
+    """Scale bytes of groups whose largest magnitudes are `amax_bits`, NaN above infinity."""
+    if FORMAT == NVFP4:
+        amax = amax_bits.to(tl.float32, bitcast=True)
+        step = tl.maximum(tl.div_rn(amax, 6.0), 0.001953125)
+        return tl.where(amax_bits >= 0x7F800000, 0x7F, e4m3_code(step))
+    if FORMAT == MXFP8:
+        return ceil_scale_byte(tl.maximum(amax_bits, 0x38D1B717), 0x43E00000)  # 1e-4, 448
+    return ceil_scale_byte(tl.maximum(amax_bits, 0x01C00000), 0x40C00000)  # 6 · 2^−126, 6
+
+
+@triton.jit
+def _codes(values, bits, scale_byte, FORMAT: tl.constexpr):
+    """int32 codes of values [groups, n], sign included."""
+    magnitude = tl.abs(values)
+    if FORMAT == NVFP4:
+        quotient = tl.div_rn(magnitude, e4m3_scale(scale_byte)[:, None])
+        return e2m1_code(quotient) | ((bits >> 28) & 8)
+    magnitude *= e8m0_inverse(scale_byte)[:, None]
+    if FORMAT == MXFP8:
+        return e4m3_code(magnitude) | ((bits >> 24) & 0x80)
+    return e2m1_code(magnitude) | ((bits >> 28) & 8)
+
+
+@triton.jit
+def _kv_write(
+    values, value_stride, slots, data, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr,
+    STORED: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        source = values + row * value_stride
+        target = data + row_offsets(slot, page_stride, ROWS, ROW)
+        if FORMAT == VALUES:
+            column = tl.arange(0, PADDED)
+            value = tl.load(source + column, mask=column < WIDTH, other=0.0)
+            tl.store(target + column, value.to(data.dtype.element_ty), mask=column < WIDTH)
+        else:
+            GROUP: tl.constexpr = 16 if FORMAT == NVFP4 else 32
+            GROUPS: tl.constexpr = PADDED // GROUP
+            group = tl.arange(0, GROUPS)
+            column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            there = column < WIDTH
+            value = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
+            bits = value.to(tl.int32, bitcast=True)
+            scale_byte = _group_scale(tl.max(bits & 0x7FFFFFFF, axis=1), FORMAT)
+            code = _codes(value, bits, scale_byte, FORMAT)
+            if STORED == VALUES:
+                if FORMAT == MXFP8:
+                    rounded = e4m3(code) * E4M3_UNIT * e8m0_scale(scale_byte)[:, None]
+                else:
+                    scale = e4m3_scale(scale_byte) if FORMAT == NVFP4 else e8m0_scale(scale_byte)
+                    low, _high = e2m1_pair(code)
+                    rounded = low * E2M1_UNIT * scale[:, None]
+                tl.store(target + column, rounded.to(data.dtype.element_ty), mask=there)
+            else:
+                if FORMAT == MXFP8:
+                    tl.store(target + column, code.to(tl.uint8), mask=there)
+                    scale_at = target + WIDTH + group
+                else:
+                    even, odd = tl.split(code.reshape(GROUPS, GROUP // 2, 2))
+                    byte = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+                    both = (even | (odd << 4)).to(tl.uint8)
+                    tl.store(target + byte, both, mask=byte < WIDTH // 2)
+                    scale_at = target + WIDTH // 2 + group
+                tl.store(scale_at, scale_byte.to(tl.uint8), mask=group < WIDTH // GROUP)
+
+
+def kv_write(values: torch.Tensor, rows: RowStore, slots: torch.Tensor) -> None:
+    """As the reference, which runs for float64, a gradient or an unknown record."""
+    stored = device_rows(rows)
+    if stored is None or needs_reference(values):
+        OPERATORS["kv_write"].reference(values, rows, slots)
+        return
+    count, width = values.shape
+    if count == 0:
+        return
+    values = unit_stride(values)
+    _kv_write[(count,)](
+        values, values.stride(0), slots.contiguous(), *stored.arguments(), stored.rounding,
+        width, padded(width, 32), num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,261 @@
+"""Sparse attention in the Triton language; docs/kernels/mega_attention.md has its floor and layout.
+
+One program attends for one row and up to 64 heads: queries are rotated on the way in, packed rows
+are decoded once for all heads, the output is rotated back on the way out. Few rows would leave most
+of the device idle, so a row's keys are then cut into chunks whose parts a second kernel joins.
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from plugins.device.launch import (
+    INTERPRETED,
+    Limits,
+    limits,
+    needs_reference,
+    padded,
+    unit_stride,
+)
+from plugins.device.rotation import cos_sin
+from plugins.device.rows import device_rows, load_rows
+from plugins.registry import OPERATORS
+
+if TYPE_CHECKING:
+    from plugins.formats.rows import RowStore
+
+# Up to this many rows a row's keys are cut into chunks; from there on rows alone fill a device.
+SPLIT_ROWS = 32
+_CHUNK = 128
+# The reference's bound: keeps the running maximum finite without keys, or with a +inf sink.
+_MAX_BOUND = tl.constexpr(1e30)
+
+
+@triton.jit
+def _attend_tile(
+    even, odd, scale, peak, total, out_even, out_odd,
+    data, slots, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One more tile of keys in a running softmax."""
+    key_even, key_odd = load_rows(data, slots, page_stride, ROWS, ROW, STORED, WIDTH, PAIRS)
+    key_even, key_odd = key_even.to(DOT), key_odd.to(DOT)
+    if WIDEN:
+        key_even, key_odd = key_even.to(tl.float32), key_odd.to(tl.float32)
+    scores = tl.dot(even, tl.trans(key_even), input_precision="tf32x3")
+    scores = tl.dot(odd, tl.trans(key_odd), scores, input_precision="tf32x3") * scale
+    scores = tl.where((slots >= 0)[None, :], scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    shrink = tl.exp(peak - higher)
+    p = tl.exp(scores - higher[:, None])
+    total = total * shrink + tl.sum(p, axis=1)
+    p = p.to(DOT)
+    if WIDEN:
+        p = p.to(tl.float32)
+    out_even = tl.dot(p, key_even, out_even * shrink[:, None], input_precision="tf32x3")
+    out_odd = tl.dot(p, key_odd, out_odd * shrink[:, None], input_precision="tf32x3")
+    return higher, total, out_even, out_odd
+
+
+@triton.jit
+def _store_output(
+    o, row, head, out_even, out_odd, total, cos, sin,
+    H: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Divide, rotate back, write."""
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)[:, None]
+    out_even, out_odd = out_even * inverse, out_odd * inverse
+    turned = tl.join(
+        out_even * cos[None, :] + out_odd * sin[None, :],
+        out_odd * cos[None, :] - out_even * sin[None, :],
+    )
+    column = tl.arange(0, 2 * PAIRS)
+    at = (row * H + head)[:, None] * WIDTH + column[None, :]
+    there = (head < H)[:, None] & (column < WIDTH)[None, :]
+    turned = turned.reshape(head.shape[0], 2 * PAIRS)
+    tl.store(o + at, turned.to(o.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _bounded_sink(sink, head, H: tl.constexpr):
+    logit = tl.load(sink + head, mask=head < H, other=0.0).to(tl.float32)
+    return logit, tl.minimum(tl.maximum(logit, -_MAX_BOUND), _MAX_BOUND)
+
+
+@triton.jit
+def _attention(
+    q, row_stride, head_stride, positions, inv_freq, sink, o, parts, stats, scale,
+    window, window_pages, WINDOW_ROWS: tl.constexpr, WINDOW_ROW: tl.constexpr,
+    WINDOW_STORED: tl.constexpr,
+    main, main_pages, MAIN_ROWS: tl.constexpr, MAIN_ROW: tl.constexpr, MAIN_STORED: tl.constexpr,
+    window_slots, window_stride, window_keys, main_slots, main_stride, main_keys,
+    H: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+    DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    cos, sin = cos_sin(tl.load(positions + row), inv_freq, WIDTH, ROTATED, PAIRS)
+    column = tl.arange(0, 2 * PAIRS)
+    q_at = row * row_stride + head[:, None] * head_stride + column[None, :]
+    there = (head < H)[:, None] & (column < WIDTH)[None, :]
+    query = tl.load(q + q_at, mask=there, other=0.0).to(tl.float32)
+    even, odd = tl.split(query.reshape(HEADS, PAIRS, 2))
+    turned = even * cos[None, :] - odd * sin[None, :]
+    odd = (even * sin[None, :] + odd * cos[None, :]).to(DOT)
+    even = turned.to(DOT)
+    if WIDEN:
+        even, odd = even.to(tl.float32), odd.to(tl.float32)
+
+    if SPLIT:
+        part = tl.program_id(2)
+        window_parts = tl.cdiv(window_keys, CHUNK)
+        window_first = part * CHUNK
+        main_first = (part - window_parts) * CHUNK
+        window_end = tl.minimum(window_first + CHUNK, window_keys)
+        main_end = tl.minimum(main_first + CHUNK, main_keys)
+        main_end = tl.where(part < window_parts, main_first, main_end)
+        peak = tl.full((HEADS,), -_MAX_BOUND, tl.float32)
+        total = tl.zeros((HEADS,), tl.float32)
+    else:
+        window_first, main_first = 0, 0
+        window_end, main_end = window_keys, main_keys
+        logit, peak = _bounded_sink(sink, head, H)
+        total = tl.exp(logit - peak)
+    out_even = tl.zeros((HEADS, PAIRS), tl.float32)
+    out_odd = tl.zeros((HEADS, PAIRS), tl.float32)
+    for first in range(window_first, window_end, TILE):
+        key = first + tl.arange(0, TILE)
+        slots = tl.load(window_slots + row * window_stride + key, mask=key < window_end, other=-1)
+        peak, total, out_even, out_odd = _attend_tile(
+            even, odd, scale, peak, total, out_even, out_odd,
+            window, slots, window_pages, WINDOW_ROWS, WINDOW_ROW, WINDOW_STORED,
+            WIDTH, PAIRS, DOT, WIDEN,
+        )  # fmt: skip
+    for first in range(main_first, main_end, TILE):
+        key = first + tl.arange(0, TILE)
+        slots = tl.load(main_slots + row * main_stride + key, mask=key < main_end, other=-1)
+        peak, total, out_even, out_odd = _attend_tile(
+            even, odd, scale, peak, total, out_even, out_odd,
+            main, slots, main_pages, MAIN_ROWS, MAIN_ROW, MAIN_STORED,
+            WIDTH, PAIRS, DOT, WIDEN,
+        )  # fmt: skip
+
+    if SPLIT:
+        at = (row * tl.num_programs(2) + part) * H + head
+        pair = tl.arange(0, PAIRS)
+        of_pair = (at * (2 * PAIRS))[:, None] + pair[None, :]
+        is_head = head < H
+        tl.store(parts + of_pair, out_even, mask=is_head[:, None])
+        tl.store(parts + of_pair + PAIRS, out_odd, mask=is_head[:, None])
+        tl.store(stats + 2 * at, peak, mask=is_head)
+        tl.store(stats + 2 * at + 1, total, mask=is_head)
+    else:
+        _store_output(o, row, head, out_even, out_odd, total, cos, sin, H, WIDTH, PAIRS)
+
+
+@triton.jit
+def _join(
+    positions, inv_freq, sink, o, parts, stats, num_parts,
+    H: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = head < H
+    cos, sin = cos_sin(tl.load(positions + row), inv_freq, WIDTH, ROTATED, PAIRS)
+    logit, peak = _bounded_sink(sink, head, H)
+    total = tl.exp(logit - peak)
+    out_even = tl.zeros((HEADS, PAIRS), tl.float32)
+    out_odd = tl.zeros((HEADS, PAIRS), tl.float32)
+    pair = tl.arange(0, PAIRS)
+    for part in range(num_parts):
+        at = (row * num_parts + part) * H + head
+        part_peak = tl.load(stats + 2 * at, mask=is_head, other=-_MAX_BOUND)
+        part_total = tl.load(stats + 2 * at + 1, mask=is_head, other=0.0)
+        of_pair = (at * (2 * PAIRS))[:, None] + pair[None, :]
+        part_even = tl.load(parts + of_pair, mask=is_head[:, None], other=0.0)
+        part_odd = tl.load(parts + of_pair + PAIRS, mask=is_head[:, None], other=0.0)
+        higher = tl.maximum(peak, part_peak)
+        shrink, grow = tl.exp(peak - higher), tl.exp(part_peak - higher)
+        total = total * shrink + part_total * grow
+        out_even = out_even * shrink[:, None] + part_even * grow[:, None]
+        out_odd = out_odd * shrink[:, None] + part_odd * grow[:, None]
+        peak = higher
+    _store_output(o, row, head, out_even, out_odd, total, cos, sin, H, WIDTH, PAIRS)
+
+
+def tile_sizes(device: Limits) -> tuple[int, int]:
+    """Heads and keys of a tile, at most.
+
+    Two sums [64, 256] and one [64, keys] are more than the tensor memory has. 32 keys take 113 KiB
+    of shared memory at the released sizes, 16 keys 89.
+    """
+    return (32 if device.tensor_memory else 64), (32 if device.shared_memory >= 120_000 else 16)
+
+
+def mega_attention(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    window: RowStore,
+    window_slots: torch.Tensor,
+    main: RowStore | None,
+    main_slots: torch.Tensor | None,
+    sink: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """As the reference, whose arguments and result these are.
+
+    Products take bfloat16 operands for bfloat16 queries and three TF32 products for float32 ones;
+    sums are float32. With float64, a gradient or an unknown record the reference runs.
+    """
+    has_main = main is not None and main_slots is not None
+    window_rows = device_rows(window)
+    main_rows = device_rows(main) if main is not None and has_main else window_rows
+    if window_rows is None or main_rows is None or needs_reference(q, sink):
+        reference: torch.Tensor = OPERATORS["mega_attention"].reference(
+            q, positions, inv_freq, window, window_slots, main, main_slots, sink, scale=scale
+        )
+        return reference
+    rows, heads, width = q.shape
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if rows == 0:
+        return o
+    q, window_slots = unit_stride(q), unit_stride(window_slots)
+    entry_slots = unit_stride(main_slots) if main_slots is not None and has_main else window_slots
+    main_keys = entry_slots.shape[1] if has_main else 0
+    most_heads, tile = tile_sizes(limits(q.device))
+    pairs, head_block = padded(width // 2), min(most_heads, padded(heads))
+    blocks = triton.cdiv(heads, head_block)
+    split = rows <= SPLIT_ROWS
+    parts = triton.cdiv(window_slots.shape[1], _CHUNK) + triton.cdiv(main_keys, _CHUNK)
+    split = split and parts > 1
+    partial, stats = o, o
+    if split:
+        shape = (rows, parts, heads)
+        partial = q.new_empty((*shape, 2 * pairs), dtype=torch.float32)
+        stats = q.new_empty((*shape, 2), dtype=torch.float32)
+    warps: dict[str, Any] = {"num_warps": 8 if head_block * pairs >= 32 * 256 else 4}
+    sizes = (heads, width, 2 * inv_freq.shape[0], pairs, head_block)
+    _attention[(rows, blocks, parts if split else 1)](
+        q, q.stride(0), q.stride(1), positions, inv_freq, sink, o, partial, stats, scale,
+        *window_rows.arguments(), *main_rows.arguments(),
+        window_slots, window_slots.stride(0), window_slots.shape[1],
+        entry_slots, entry_slots.stride(0), main_keys,
+        *sizes, tile, _CHUNK, split,
+        tl.float32 if q.dtype == torch.float32 else tl.bfloat16, INTERPRETED, **warps,
+    )  # fmt: skip
+    if split:
+        _join[(rows, triton.cdiv(heads, 16))](
+            positions, inv_freq, sink, o, partial, stats, parts, *sizes[:-1], 16
+        )
+    return o

@@ -1,0 +1,56 @@
+"""What the kernel tests share: where the kernels run, and packed stores of hostile bytes."""
+
+from __future__ import annotations
+
+import importlib
+import types
+
+import pytest
+import torch
+
+from plugins.formats.records import RecordLayout
+from plugins.formats.rows import PackedRows, RowStore, ValueRows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_kernel(name: str) -> types.ModuleType:
+    """The kernel module of an operator; skips where it can neither run nor be interpreted."""
+    triton = pytest.importorskip("triton")
+    if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
+        pytest.skip(
+            "no CUDA device and no interpreter (TRITON_INTERPRET=1)", allow_module_level=True
+        )
+    return importlib.import_module(f"plugins.{name}.kernel")
+
+
+def paged(values: ValueRows, layout: RecordLayout, rows_per_page: int) -> tuple[RowStore, RowStore]:
+    """The rows of `values`, rounded, as packed pages and as float64 values of the same slots.
+
+    The pages are a strided view of larger ones, as in a pool; all other bytes are 0xFF, which no
+    kernel may read: NaN in every record.
+    """
+    rounded = layout.round(values.values.double())
+    packed = layout.pack(rounded.nan_to_num())
+    packed[rounded.isnan().any(-1)] = 0xFF
+    pages = -(-len(packed) // rows_per_page)
+    row = layout.bytes_per_row
+    memory = torch.full((pages, 32 + rows_per_page * row + 48), 0xFF, dtype=torch.uint8)
+    view = memory[:, 32 : 32 + rows_per_page * row].unflatten(1, (rows_per_page, row))
+    for slot, data in enumerate(packed):
+        view[slot // rows_per_page, slot % rows_per_page] = data
+    memory = memory.to(DEVICE)
+    view = memory[:, 32 : 32 + rows_per_page * row].unflatten(1, (rows_per_page, row))
+    return PackedRows(view, layout), ValueRows(rounded)
+
+
+def moved(operands: dict) -> dict:
+    """Operands of a case on the device that the kernels run on."""
+    return {
+        name: ValueRows(x.values.to(DEVICE), x.layout)
+        if isinstance(x, ValueRows)
+        else x.to(DEVICE)
+        if isinstance(x, torch.Tensor)
+        else x
+        for name, x in operands.items()
+    }

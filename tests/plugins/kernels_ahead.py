@@ -1,0 +1,130 @@
+"""Compiles every kernel at the released sizes for one compute capability and bytes of
+shared memory; run by a test.
+
+    python kernels_ahead.py 90 232448
+
+Prints one JSON object a kernel: its name, shared memory in bytes, and the instructions of its
+products.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import triton.language as tl
+
+from plugins.compressor import kernel as compressor
+from plugins.device.ahead import compile_kernel
+from plugins.device.launch import Limits
+from plugins.indexer import kernel as indexer
+from plugins.kv_write import kernel as kv_write
+from plugins.mega_attention import kernel as attention
+from plugins.topk_select import kernel as select
+
+STRIDE = "aligned i32"
+MAIN = {"ROWS": 64, "ROW": 288, "STORED": 1}
+WINDOW = {"ROWS": 32, "ROW": 528, "STORED": 2}
+INDEX = {"ROWS": 64, "ROW": 68, "STORED": 3}
+FOR_EVERY_GENERATION = ("attention", "index decode", "select rest", "write main")
+DOT = {"DOT": tl.bfloat16, "WIDEN": False}
+HEAD = {"H": 64, "WIDTH": 512, "ROTATED": 64, "PAIRS": 256}
+
+
+def prefixed(prefix: str, constants: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}_{name}": value for name, value in constants.items()}
+
+
+def index_constants(**more: Any) -> dict[str, Any]:
+    heads = {"H": 32, "WIDTH": 128, "HEADS": 32, "PAIRS": 64, "TILE": 128}
+    return {**heads, **INDEX, **DOT, **more}
+
+
+ATTENTION = {
+    "q": "*bf16", "row_stride": STRIDE, "head_stride": STRIDE, "positions": "*i64",
+    "inv_freq": "*fp64", "sink": "*fp32", "o": "*bf16", "parts": "*fp32", "stats": "*fp32",
+    "scale": "fp32", "window": "*u8", "window_pages": STRIDE, "main": "*u8", "main_pages": STRIDE,
+    "window_slots": "*i64", "window_stride": STRIDE, "window_keys": STRIDE,
+    "main_slots": "*i64", "main_stride": STRIDE, "main_keys": STRIDE, "num_parts": "i32",
+}  # fmt: skip
+INDEXER = {
+    "queries": "*bf16", "row_stride": STRIDE, "head_stride": STRIDE, "head_weights": "*bf16",
+    "weight_stride": STRIDE, "data": "*u8", "page_stride": STRIDE, "key_slots": "*i64",
+    "slots_stride": STRIDE, "num_keys": STRIDE, "request": "*i64", "num_visible": "*i64",
+    "scores": "*fp32", "num_rows": "i32", "num_columns": STRIDE, "blocks": "*i64",
+    "blocks_stride": STRIDE,
+}  # fmt: skip
+SELECT = {
+    "scores": "*fp32", "row_stride": STRIDE, "columns": "*i32", "num_columns": STRIDE,
+    "kept_scores": "*fp32", "kept_columns": "*i32", "out_width": "i32", "k": "i32",
+    "num_visible": "*i64", "block_scores": "*fp32", "num_blocks": "i32", "largest": "fp32",
+    "blocks": "*i64", "num_listed": "i32", "mask": "*u8", "mask_stride": "i32",
+    "restricted": "*fp32",
+}  # fmt: skip
+WRITE = {
+    "values": "*bf16", "value_stride": STRIDE, "slots": "*i64", "data": "*u8",
+    "page_stride": STRIDE, "a": "*fp32", "a_group": STRIDE, "a_token": STRIDE, "b": "*fp32",
+    "b_group": STRIDE, "b_token": STRIDE, "pooled": "*fp32", "current": "*fp32",
+    "row_stride": STRIDE, "tail": "*fp32", "request": "*i64", "is_first": "*u8",
+    "read_slots": "*i64", "previous": "*fp32",
+}  # fmt: skip
+
+
+def kernels(device: Limits) -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
+    heads, tile = attention.tile_sizes(device)
+    whole = {
+        **HEAD, **DOT, **prefixed("WINDOW", WINDOW), **prefixed("MAIN", MAIN),
+        "HEADS": heads, "TILE": tile, "CHUNK": 128,
+    }  # fmt: skip
+    one = {"CHUNK": 16_384, "FIRST": True, "LAST": False}
+    return [
+        ("attention", attention._attention, ATTENTION, {**whole, "SPLIT": False}, 8),
+        ("attention in chunks", attention._attention, ATTENTION, {**whole, "SPLIT": True}, 8),
+        ("attention join", attention._join, ATTENTION, {**HEAD, "HEADS": 16}, 4),
+        ("index decode", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=1), 4),
+        ("index verify", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=8), 4),
+        ("index candidates", indexer._candidate_scores, INDEXER, index_constants(BLOCK=8), 4),
+        ("select chunk", select._select_chunk, SELECT, one, 16),
+        ("select rest", select._select_chunk, SELECT, {**one, "FIRST": False, "LAST": True}, 16),
+        ("block scores", select._block_scores, SELECT, {"BLOCK": 8, "PADDED": 8, "TILE": 512}, 4),
+        ("mark", select._mark, SELECT, {"TILE": 1024}, 4),
+        ("restrict", select._restrict, SELECT, {"BLOCK": 8, "TILE": 1024}, 4),
+        *(
+            (
+                f"write {name}", kv_write._kv_write, WRITE,
+                {**record, "FORMAT": record["STORED"], "WIDTH": width, "PADDED": width}, 1,
+            )
+            for name, record, width in (
+                ("main", MAIN, 512), ("window", WINDOW, 512), ("index", INDEX, 128),
+            )
+        ),
+        ("pool", compressor._pool_pairs, WRITE, {"WIDTH": 512, "TILE": 512}, 4),
+        (
+            "previous", compressor._previous_rows, WRITE,
+            {"ROWS": 4, "ROW": 1024, "STORED": 0, "WIDTH": 1024, "TILE": 512}, 4,
+        ),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    capability, shared_memory = int(sys.argv[1]), int(sys.argv[2])
+    device = Limits(shared_memory, capability // 10 == 10)
+    for name, kernel, arguments, constants, warps in kernels(device):
+        # What differs between generations is how products are made.
+        if capability != 90 and name not in FOR_EVERY_GENERATION:
+            continue
+        made = compile_kernel(
+            kernel, arguments, constants, compute_capability=capability, num_warps=warps
+        )
+        assert getattr(made.metadata, "tmem_size", 0) <= 512, name
+        products = sorted(set(re.findall(r"(wgmma|tcgen05|mma\.sync)", made.asm["ptx"])))
+        instructions = made.asm["ptx"].count(";")
+        shared = made.metadata.shared
+        row = {"kernel": name, "shared": shared, "instructions": instructions, "by": products}
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

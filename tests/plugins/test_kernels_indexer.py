@@ -1,0 +1,133 @@
+"""The index-score kernels against an oracle in float64, on packed pages and plain values."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from kernel_oracle import DEVICE, load_kernel, moved, paged
+
+from plugins.formats.records import index_record
+from plugins.indexer.cases import CASES, IndexCase
+
+kernel = load_kernel("indexer")
+
+TOLERANCE = 2e-5
+MODELS = (
+    IndexCase("TINY", (1, 1, 3), 16, 32, 40, holes=0.1),
+    IndexCase("TinyFlash", (1, 6, 2), 8, 64, 150, holes=0.1),
+    IndexCase("released decode", (1, 1), 32, 128, 700, holes=0.01),
+    IndexCase("released verify", (6, 6), 32, 128, 140, holes=0.1),
+)
+
+
+def oracle(operands: dict) -> np.ndarray:
+    """Row by row, in float64."""
+    queries, weights = (operands[name].double().numpy() for name in ("queries", "head_weights"))
+    values = operands["keys"].values.double().numpy()
+    visible, num_keys = operands["num_visible"].tolist(), operands["key_slots"].shape[1]
+    scores = np.full((len(queries), num_keys), -np.inf)
+    for t in range(len(queries)):
+        slots = operands["key_slots"][operands["request"][t]].numpy()
+        (seen,) = np.nonzero((slots >= 0) & (np.arange(num_keys) < visible[t]))
+        dots = np.maximum(queries[t] @ values[slots[seen]].T, 0)
+        scores[t, seen] = weights[t] @ dots
+    return scores
+
+
+def compare(ours: torch.Tensor, expected: np.ndarray, case: IndexCase) -> None:
+    got = ours.double().cpu().numpy()
+    assert np.array_equal(np.isneginf(got), np.isneginf(expected)), "−inf at other columns"
+    atol = TOLERANCE * case.heads * math.sqrt(case.width)
+    np.testing.assert_allclose(got, expected, rtol=TOLERANCE, atol=atol)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_matches_the_oracle(case: IndexCase, dtype: torch.dtype) -> None:
+    operands = case.operands(dtype)
+    ours = kernel.index_scores(**moved(operands))
+    assert ours.dtype == torch.float32
+    compare(ours, oracle(operands), case)
+
+
+def packed_operands(case: IndexCase, rows_per_page: int) -> tuple[dict, dict]:
+    """bfloat16 queries, rounded as stored keys are, and keys in packed pages; the second one holds
+    the same keys as values, for the oracle."""
+    expected = case.operands(torch.bfloat16, seed=3)
+    layout = index_record(case.width)
+    expected["queries"] = layout.round(expected["queries"])
+    store, values = paged(expected["keys"], layout, rows_per_page)
+    return {**moved(expected), "keys": store}, {**expected, "keys": values}
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_packed_pages_of_real_sizes(case: IndexCase) -> None:
+    operands, expected = packed_operands(case, 7)
+    compare(kernel.index_scores(**operands), oracle(expected), case)
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_candidate_blocks_alone(case: IndexCase, block_size: int) -> None:
+    operands, expected = packed_operands(case, 16)
+    num_blocks = -(-case.keys // block_size)
+    draw = torch.Generator().manual_seed(5)
+    count = max(1, num_blocks // 3)
+    rows = sum(case.rows)
+    blocks = torch.stack(
+        [torch.randperm(num_blocks, generator=draw)[:count].sort().values for _ in range(rows)]
+    )
+    blocks[0, count // 2 :] = -1
+    ours = kernel.candidate_scores(**operands, blocks=blocks.to(DEVICE), block_size=block_size)
+    everything = np.full((rows, num_blocks * block_size + 1), -np.inf)
+    everything[:, : case.keys] = oracle(expected)
+    entries = (blocks.unsqueeze(-1) * block_size + torch.arange(block_size)).flatten(1)
+    entries[(blocks < 0).repeat_interleave(block_size, 1)] = -1  # the last column: always −inf
+    compare(ours, np.take_along_axis(everything, entries.numpy(), 1), case)
+
+
+def test_a_row_depends_on_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, in another order, beside more keys, and however many rows share a program."""
+    case = IndexCase("batch", (6, 1, 2), 8, 64, 150, holes=0.1)
+    operands = moved(case.operands(torch.float32))
+    whole = kernel.index_scores(**operands)
+    for rows in ([3], [8, 2, 6, 0], [1, 2]):
+        names = ("queries", "head_weights", "request", "num_visible")
+        some = {name: operands[name][torch.tensor(rows)] for name in names}
+        wider = torch.nn.functional.pad(operands["key_slots"], (0, 600), value=-1)
+        ours = kernel.index_scores(**{**operands, **some, "key_slots": wider})
+        assert torch.equal(ours[:, :150], whole[rows])
+        assert torch.isneginf(ours[:, 150:]).all()
+    monkeypatch.setattr(kernel, "_MAX_ROWS", 1)
+    assert torch.equal(kernel.index_scores(**operands), whole)
+
+
+def test_strided_queries_weights_and_slots() -> None:
+    case = IndexCase("strides", (2, 2), 3, 16, 30, holes=0.2)
+    operands = moved(case.operands(torch.float32))
+    whole = kernel.index_scores(**operands)
+    strided = {}
+    for name in ("queries", "head_weights", "key_slots"):
+        x = operands[name]
+        wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), 1 << 20)
+        strided[name] = wide[..., ::2].copy_(x)
+    assert torch.equal(kernel.index_scores(**{**operands, **strided}), whole)
+
+
+def test_a_poisoned_key_stays_poisoned() -> None:
+    operands = moved(IndexCase("NaN", (1,), 4, 32, 20).operands(torch.float32))
+    operands["num_visible"][:] = 20
+    operands["keys"].values[operands["key_slots"][0, 7]] = torch.nan
+    scores = kernel.index_scores(**operands)
+    assert scores[0].isnan().nonzero().flatten().tolist() == [7]
+
+
+def test_float64_runs_the_reference_and_has_no_candidate_form() -> None:
+    operands = moved(CASES[1].operands(torch.float64))
+    assert kernel.index_scores(**operands).dtype == torch.float64
+    blocks = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="restrict_to_blocks"):
+        kernel.candidate_scores(**operands, blocks=blocks, block_size=4)

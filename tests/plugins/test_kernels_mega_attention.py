@@ -1,0 +1,141 @@
+"""The attention kernel against a per-head oracle in float64, on packed pages and plain values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_oracle import DEVICE, load_kernel, moved, paged
+
+from plugins.formats.records import main_record, window_record
+from plugins.formats.rows import ValueRows
+from plugins.mega_attention.cases import CASES, AttentionCase
+
+kernel = load_kernel("mega_attention")
+
+MODELS = (
+    AttentionCase("TINY", 5, 4, 64, 16, 8, 4, holes=0.3, first_position=1000),
+    AttentionCase("TinyFlash", 3, 8, 128, 16, 16, 16, holes=0.3, first_position=16_000),
+    AttentionCase("released sizes", 2, 64, 512, 64, 128, 512, holes=0.1, first_position=855_000),
+    AttentionCase("released sizes, few keys", 2, 64, 512, 64, 128, 512, holes=0.98),
+    AttentionCase("released sizes, window only", 1, 64, 512, 64, 128, None),
+    AttentionCase("sinks", 3, 64, 64, 16, 8, 4, holes=0.5, sink="mixed"),
+)
+# Products of bfloat16 operands: rotated queries and probabilities carry eight bits.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def rotate(x: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
+    """Adjacent pairs of the last dims as complex numbers."""
+    start = len(x) - 2 * len(inv_freq)
+    turned = (x[start::2] + 1j * x[start + 1 :: 2]) * np.exp(1j * position * inv_freq)
+    return np.concatenate([x[:start], np.stack([turned.real, turned.imag], 1).reshape(-1)])
+
+
+def oracle(operands: dict, t: int, h: int) -> np.ndarray:
+    """One head of one row in float64; zeros where the denominator is empty or infinite."""
+    inv_freq, position = operands["inv_freq"].numpy(), int(operands["positions"][t])
+    q = rotate(operands["q"][t, h].double().numpy(), position, inv_freq)
+    keys = []
+    for name in ("window", "main"):
+        if operands[name] is not None:
+            slots = [s for s in operands[f"{name}_slots"][t].tolist() if s >= 0]
+            keys += [operands[name].values[s].double().numpy() for s in slots]
+    sink = float(operands["sink"][h])
+    if not keys or sink == np.inf:
+        return np.zeros(len(q))
+    rows = np.stack(keys)
+    scores = rows @ q * operands["scale"]
+    peak = max(scores.max(), sink)
+    weights = np.exp(scores - peak)
+    return rotate(weights @ rows / (weights.sum() + np.exp(sink - peak)), -position, inv_freq)
+
+
+def compare(ours: torch.Tensor, operands: dict, heads: range, tolerance: float) -> None:
+    for t in range(ours.shape[0]):
+        for h in heads:
+            np.testing.assert_allclose(
+                ours[t, h].double().cpu().numpy(),
+                oracle(operands, t, h),
+                rtol=tolerance / 2,
+                atol=tolerance,
+                err_msg=f"row {t}, head {h}",
+            )
+
+
+@pytest.fixture(params=[0, 1000], ids=["whole rows", "cut into chunks"])
+def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(kernel, "SPLIT_ROWS", request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.usefixtures("split_rows")
+def test_matches_the_per_head_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
+    operands = case.operands(dtype)
+    ours = kernel.mega_attention(**moved(operands))
+    assert ours.dtype == dtype
+    assert ours.shape == operands["q"].shape
+    if case.query_scale > 10:
+        # Scores of ±500: bfloat16 queries are off by one whole unit, float32 ones by 3e-5.
+        assert torch.isfinite(ours).all()
+        if dtype == torch.bfloat16:
+            return
+    heads = range(0, case.heads, max(1, case.heads // 4))
+    compare(ours, operands, heads, TOLERANCE[dtype] * (50 if case.query_scale > 10 else 1))
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+@pytest.mark.usefixtures("split_rows")
+def test_packed_pages_of_real_sizes(case: AttentionCase) -> None:
+    """Packed FP8 window rows and FP4 entries, of which only the named ones may be read."""
+    expected = case.operands(torch.bfloat16)
+    operands = moved(expected)
+    for name, record, rows in (("window", window_record, 8), ("main", main_record, 5)):
+        if expected[name] is not None:
+            store, values = paged(expected[name], record(case.width), rows)
+            operands[name], expected[name] = store, values
+    ours = kernel.mega_attention(**operands)
+    heads = range(0, case.heads, max(1, case.heads // 3))
+    compare(ours, expected, heads, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.usefixtures("split_rows")
+def test_a_row_depends_on_itself_only() -> None:
+    """Alone, with others in another order, and with key sets padded by slots −1: the same bits,
+    as long as both launches cut their rows into chunks or neither does."""
+    case = AttentionCase("batch", 7, 4, 64, 16, 8, 200)
+    operands = moved(case.operands(torch.float32))
+    names = ("q", "positions", "window_slots", "main_slots")
+    whole = kernel.mega_attention(**operands)
+    order = torch.tensor([6, 2, 3])
+    some = {name: operands[name][order] for name in names}
+    some["main_slots"] = torch.nn.functional.pad(some["main_slots"], (0, 300), value=-1)
+    assert torch.equal(kernel.mega_attention(**{**operands, **some}), whole[order])
+
+
+def test_the_inputs_are_left_alone_and_strides_are_followed() -> None:
+    case = AttentionCase("strides", 3, 4, 64, 16, 8, 4)
+    operands = moved(case.operands(torch.float32))
+    whole = kernel.mega_attention(**operands)
+    wide = torch.full((3, 9, 80), torch.nan, device=DEVICE)
+    wide[:, 2:6, 7:71] = operands["q"]
+    slots = torch.full((3, 2, 9), -7, device=DEVICE)
+    slots[:, 1, :4] = operands["main_slots"]
+    strided = {"q": wide[:, 2:6, 7:71], "main_slots": slots[:, 1, :4]}
+    assert torch.equal(kernel.mega_attention(**{**operands, **strided}), whole)
+    assert torch.equal(wide[:, 2:6, 7:71], operands["q"])
+
+
+def test_float64_gradients_and_unknown_stores_run_the_reference() -> None:
+    operands = moved(AttentionCase("wide", 2, 2, 16, 8, 3, 2).operands(torch.float64))
+    operands["window"].values.nan_to_num_(1.0)
+    ours = kernel.mega_attention(**operands)
+    assert ours.dtype == torch.float64
+    operands["q"].requires_grad_()
+    kernel.mega_attention(**operands).sum().backward()
+    assert torch.isfinite(operands["q"].grad).all()
+    narrow = moved(AttentionCase("narrow", 2, 2, 16, 8, 3, 2).operands(torch.float32))
+    narrow["window"] = ValueRows(narrow["window"].values.double())
+    assert torch.isfinite(kernel.mega_attention(**narrow)).all()

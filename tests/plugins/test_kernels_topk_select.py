@@ -1,0 +1,136 @@
+"""The selection kernels against sorting in Python: exact, ties to the lower column."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_oracle import load_kernel, moved
+
+from plugins.topk_select.cases import CASES, SelectCase
+
+kernel = load_kernel("topk_select")
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def best(scores: list[float], k: int) -> list[int]:
+    """Ascending indices of the k best above −inf; NaN counts as −inf, ties go to the left."""
+    readable = [i for i, s in enumerate(scores) if not math.isnan(s) and s > -math.inf]
+    return sorted(sorted(readable, key=lambda i: (-scores[i], i))[:k])
+
+
+def selected(scores: torch.Tensor, k: int) -> list[list[int]]:
+    width = min(k, scores.shape[1])
+    rows = [best(row, k) for row in scores.double().tolist()]
+    return [row + [-1] * (width - len(row)) for row in rows]
+
+
+def blocks_of(scores: torch.Tensor, visible: torch.Tensor, size: int, count: int) -> list:
+    """The candidate blocks of each row, ascending."""
+    rows = []
+    for row, seen in zip(scores.double().tolist(), visible.tolist(), strict=True):
+        clean = [-math.inf if math.isnan(s) else s for s in row]
+        top = [max(clean[i : i + size]) for i in range(0, len(row), size)]
+        newest = (seen - 1) // size if seen else -1
+        order = sorted(
+            (b for b in range(len(top)) if top[b] > -math.inf or b == newest),
+            key=lambda b: (b != newest, -top[b], b),
+        )
+        rows.append(sorted(order[:count]))
+    return rows
+
+
+def operands_of(case: SelectCase, dtype: torch.dtype) -> dict:
+    """At most 20 rows: each is a program of its own."""
+    return {name: x[:20] for name, x in moved(case.operands(dtype)).items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_k_best(case: SelectCase, dtype: torch.dtype) -> None:
+    operands = operands_of(case, dtype)
+    ours = kernel.topk_select(operands["scores"], case.k)
+    assert ours.dtype == torch.int64
+    assert ours.tolist() == selected(operands["scores"], case.k)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_candidate_blocks_and_the_scores_inside(case: SelectCase, dtype: torch.dtype) -> None:
+    operands = operands_of(case, dtype)
+    sizes = {"block_size": case.block_size, "num_blocks": case.num_blocks}
+    mask = kernel.candidate_blocks(**operands, **sizes)
+    rows = blocks_of(operands["scores"], operands["num_visible"], *sizes.values())
+    assert mask.dtype == torch.bool
+    assert mask.shape == (len(rows), -(-case.columns // case.block_size))
+    assert [row.nonzero().flatten().tolist() for row in mask] == rows
+    listed = kernel.candidate_list(**operands, **sizes)
+    assert [[b for b in row if b >= 0] for row in listed.tolist()] == rows
+    scores = operands["scores"]
+    ours = kernel.restrict_to_blocks(scores, mask, block_size=case.block_size)
+    inside = mask.repeat_interleave(case.block_size, 1)[:, : case.columns]
+    expected = scores.masked_fill(~inside, -math.inf)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 120),
+    st.integers(1, 7),
+    st.sampled_from(["distinct", "few values", "zeros", "infinities", "NaN"]),
+    st.integers(0, 2**16),
+)
+@settings(deadline=None, max_examples=12)
+def test_rounds_of_short_chunks(rows: int, columns: int, k: int, values: str, seed: int) -> None:
+    operands = moved(
+        SelectCase("any", rows, columns, k, values=values).operands(torch.float32, seed)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_CHUNK", 16)
+        ours = kernel.topk_select(operands["scores"], k)
+        listed = kernel.candidate_list(**operands, block_size=2, num_blocks=k)
+    assert ours.tolist() == selected(operands["scores"], k)
+    expected = blocks_of(operands["scores"], operands["num_visible"], 2, k)
+    assert [[b for b in row if b >= 0] for row in listed.tolist()] == expected
+
+
+def test_released_rows_of_several_chunks() -> None:
+    """Two rounds at 40,000 columns; equal scores straddle the border of two chunks."""
+    scores = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(0))
+    scores[0, 16_000:17_000] = 9.0
+    ours = kernel.topk_select(moved({"s": scores})["s"], 512)
+    assert ours.tolist() == selected(scores, 512)
+    assert ours[0].tolist() == list(range(16_000, 16_512))
+
+
+def test_subnormal_and_extreme_scores_keep_their_order() -> None:
+    tiny = torch.finfo(torch.float32).smallest_normal
+    row = [tiny / 4, -tiny / 4, 0.0, -0.0, 3e38, -3e38, math.inf, -math.inf, math.nan, tiny / 8]
+    ours = kernel.topk_select(moved({"s": torch.tensor([row])})["s"], 4)
+    assert ours.tolist() == [[0, 4, 6, 9]]
+
+
+def test_strided_scores_and_masks() -> None:
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    on_device = moved({"s": scores})["s"]
+    wide = on_device.new_full((3, 100), math.inf)
+    wide[:, ::2] = on_device
+    assert kernel.topk_select(wide[:, ::2], 6).tolist() == selected(scores, 6)
+    long = on_device.new_full((3, 70), math.inf)
+    long[:, :50] = on_device
+    assert kernel.topk_select(long[:, :50], 6).tolist() == selected(scores, 6)
+
+
+def test_too_many_of_a_long_row_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_CHUNK", 16)
+    with pytest.raises(ValueError, match="half"):
+        kernel.topk_select(moved({"s": torch.zeros(1, 40)})["s"], 20)
+
+
+def test_float64_runs_the_reference() -> None:
+    scores = torch.tensor([[1.0, 1.0 + 1e-12, 0.0]], dtype=torch.float64)
+    assert kernel.topk_select(moved({"s": scores})["s"], 1).tolist() == [[1]]
