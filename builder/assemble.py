@@ -6,7 +6,8 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -62,30 +63,31 @@ def build_engine(
     if plans is not None:
         backend = _plan_backend(build)
     check_output(output)
-    partial = fresh_partial(output)
-    tables = _write_tables(checkpoint.weights, config, source, partial, progress)
-    for rank in range(build.tp_size):
-        tensors = list(rank_tensors(checkpoint.weights, config, source, rank, build.tp_size))
-        progress.start(f"rank {rank}", sum(tensor.info.num_bytes for tensor in tensors))
-        write_rank(partial / rank_file(rank), tensors, source, progress)
-        progress.finish()
-    np.save(partial / TOKEN_CLASS_NAME, token_class)
-    for name in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
-        if (checkpoint.directory / name).is_file():
-            shutil.copyfile(checkpoint.directory / name, partial / name)
-    built = {"versions": _versions(), "options": dict(options)}
-    engine = Engine(partial, config, build, checkpoint.quantization, tables, Manifest({}, built))
-    (partial / CONFIG_NAME).write_text(engine.config_json())
-    if plans is not None:
-        from builder.onnx_export import default_options, export_engine
-        from builder.plans.segments import build_plans
+    with complete_directory(output) as partial:
+        tables = _write_tables(checkpoint.weights, config, source, partial, progress)
+        for rank in range(build.tp_size):
+            tensors = list(rank_tensors(checkpoint.weights, config, source, rank, build.tp_size))
+            progress.start(f"rank {rank}", sum(tensor.info.num_bytes for tensor in tensors))
+            write_rank(partial / rank_file(rank), tensors, source, progress)
+            progress.finish()
+        np.save(partial / TOKEN_CLASS_NAME, token_class)
+        for name in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
+            if (checkpoint.directory / name).is_file():
+                shutil.copyfile(checkpoint.directory / name, partial / name)
+        built = {"versions": _versions(), "options": dict(options)}
+        engine = Engine(
+            partial, config, build, checkpoint.quantization, tables, Manifest({}, built)
+        )
+        (partial / CONFIG_NAME).write_text(engine.config_json())
+        if plans is not None:
+            from builder.onnx_export import default_options, export_engine
+            from builder.plans.segments import build_plans
 
-        export_engine(engine, default_options(config, getattr(torch, plans)), progress)
-        build_plans(partial / PLANS_DIR, config, build, backend, print)
-    progress.start("hashing", sum(path.stat().st_size for path in files_below(partial)))
-    Manifest.write(partial, built, progress.advance)
-    progress.finish()
-    os.rename(partial, output)
+            export_engine(engine, default_options(config, getattr(torch, plans)), progress)
+            build_plans(partial / PLANS_DIR, config, build, backend, print)
+        progress.start("hashing", sum(path.stat().st_size for path in files_below(partial)))
+        Manifest.write(partial, built, progress.advance)
+        progress.finish()
     return Engine.open(output)
 
 
@@ -110,14 +112,21 @@ def check_output(output: Path) -> None:
         )
 
 
-def fresh_partial(output: Path) -> Path:
-    """The empty directory that becomes `output` by a rename; clears what a broken run left."""
+@contextmanager
+def complete_directory(output: Path) -> Iterator[Path]:
+    """An empty directory that becomes `output` when the block ends well, and is removed when it
+    does not, so that it does not fill a disk. Clears what a killed run left."""
     whole = output.absolute()
     partial = whole.with_name(whole.name + PARTIAL_SUFFIX)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    return partial
+    try:
+        yield partial
+        os.rename(partial, output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _write_tables(

@@ -35,9 +35,12 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 0 or 1."""
     args = _parser().parse_args(argv)
-    from builder.commands import run_command  # loads torch, which --help can do without
+    try:
+        from builder.commands import run_command  # loads torch, which --help can do without
 
-    complaint = run_command(args)
+        complaint = run_command(args)
+    except KeyboardInterrupt:  # while torch is loaded
+        complaint = "interrupted"
     if complaint is None:
         return 0
     print(f"dsv41-build: {complaint}", file=sys.stderr)

@@ -45,8 +45,6 @@ def run_command(args: argparse.Namespace) -> str | None:
     except OSError as error:
         where = error.filename or getattr(args, "output_dir", None)  # a full disk names no file
         return f"cannot use{f' {where}' if where else ''}: {error.strerror or error}"
-    except KeyboardInterrupt:
-        return "interrupted"
     return None
 
 

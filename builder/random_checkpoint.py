@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from builder.assemble import check_output, fresh_partial
+from builder.assemble import check_output, complete_directory
 from builder.byte_tokenizer import byte_tokenizer, tokenizer_config
 from builder.layout import Init, WeightSpec
 from builder.presets import check_table_rows
@@ -65,17 +64,20 @@ def init_checkpoint(
     tokenizer = byte_tokenizer(config) if tokenizer_file is None else None
     if tokenizer_file is not None:
         read_tokenizer(config, tokenizer_file)
-    partial = fresh_partial(output)
-    write_weights(config, partial, lambda weight: _random_chunks(weight, seed), format, progress)
-    if tokenizer is not None:
-        tokenizer.save(str(partial / TOKENIZER_NAME))
-        write_json(partial / TOKENIZER_CONFIG_NAME, tokenizer_config(config))
-    elif tokenizer_file is not None:
-        shutil.copyfile(tokenizer_file, partial / TOKENIZER_NAME)
-    np.save(partial / TOKEN_CLASS_NAME, proportional_token_class(config))
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    write_json(partial / GENERATION_CONFIG_NAME, {name: getattr(config, name) for name in special})
-    os.rename(partial, output)
+    with complete_directory(output) as partial:
+        write_weights(
+            config, partial, lambda weight: _random_chunks(weight, seed), format, progress
+        )
+        if tokenizer is not None:
+            tokenizer.save(str(partial / TOKENIZER_NAME))
+            write_json(partial / TOKENIZER_CONFIG_NAME, tokenizer_config(config))
+        elif tokenizer_file is not None:
+            shutil.copyfile(tokenizer_file, partial / TOKENIZER_NAME)
+        np.save(partial / TOKEN_CLASS_NAME, proportional_token_class(config))
+        special = ("bos_token_id", "eos_token_id", "pad_token_id")
+        write_json(
+            partial / GENERATION_CONFIG_NAME, {name: getattr(config, name) for name in special}
+        )
 
 
 def _random_chunks(weight: WeightSpec, seed: int) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from builder.progress import Progress
 from engine.config import ConfigError
 from engine.directory import Engine
 from engine.network import Network, load_weights
-from engine.network.run import ForwardMode, run_forward
+from engine.network.run import ForwardMode, check_forward, run_forward
 from engine.tensor_source import CountedSource, total_bytes
 
 
@@ -85,8 +86,8 @@ def compare_logits(reference: torch.Tensor, engine: torch.Tensor) -> Comparison:
 def verify(args: argparse.Namespace) -> None:
     """Run the command; its options are those of builder/cli.py.
 
-    Raises ConfigError for tokens or configurations that do not fit, and with what differs too
-    much where a limit is not kept.
+    Raises ConfigError for tokens or configurations that do not fit, for a checkpoint whose logits
+    are not finite, and with what differs too much where a limit is not kept.
     """
     tokens = read_tokens(args.tokens)
     engine, checkpoint = Engine.open(args.engine), Checkpoint.open(args.checkpoint_dir)
@@ -96,8 +97,13 @@ def verify(args: argparse.Namespace) -> None:
             "another configuration; compare an engine with the checkpoint of the same model"
         )
     check_tokens(args.tokens, tokens, engine.config)
+    try:
+        check_forward(engine.config, tokens, ForwardMode.FULL)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     dtype = getattr(torch, args.dtype)
     reference = _reference_logits(checkpoint, engine, tokens, dtype)
+    _check_finite(reference, args.checkpoint_dir)
     progress = Progress()
     progress.start("loading the engine", engine.weight_bytes())
     weights = engine.load_weights(dtype, packed=True, advance=progress.advance)
@@ -124,6 +130,16 @@ def _reference_logits(
     weights = load_weights(checkpoint.config, source, engine.token_class, dtype, packed=True)
     progress.finish()
     return _logits(Network(checkpoint.config, weights), tokens)
+
+
+def _check_finite(logits: torch.Tensor, checkpoint: Path) -> None:
+    """An engine that is not finite keeps no limit; a reference that is not finite has no say."""
+    wrong = (~torch.isfinite(logits)).any(-1).nonzero()
+    if len(wrong):
+        raise ConfigError(
+            f"expected finite logits of {checkpoint}, got a NaN or an infinity at position "
+            f"{int(wrong[0])}; repair the checkpoint, or choose another --dtype"
+        )
 
 
 def _logits(network: Network, tokens: npt.NDArray[np.integer[Any]]) -> torch.Tensor:

@@ -11,14 +11,13 @@ Written for TensorRT-LLM 1.3 from its sources, never run with it.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from builder.assemble import check_output, fresh_partial
+from builder.assemble import check_output, complete_directory
 from builder.trtllm import ARCHITECTURE, MODEL_TYPE, PACKAGE, TARGET_VERSION
 from engine.config import ConfigError
 from engine.directory import (
@@ -75,28 +74,27 @@ def write_adapter(engine: Engine, output: Path) -> None:
             "from a checkpoint with tokenizer.json"
         )
     check_output(output)
-    partial = fresh_partial(output)
-    model, triton = partial / "model", partial / "triton" / "tensorrt_llm" / "1"
-    for directory in (partial / PACKAGE, model, triton):
-        directory.mkdir(parents=True)
-    (partial / PACKAGE / "__init__.py").write_text(_MODULE)
-    (model / CONFIG_NAME).write_text(json.dumps(_model_config(engine), indent=1))
-    for name in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
-        if (engine.path / name).is_file():
-            shutil.copyfile(engine.path / name, model / name)
-    if not (model / TOKENIZER_CONFIG_NAME).is_file():
-        fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        (model / TOKENIZER_CONFIG_NAME).write_text(json.dumps(fast))
-    (triton / "model.py").write_text(_TRITON_MODEL)
-    arguments = _llm_arguments(engine)
-    _write_yaml(partial / "serve.yaml", arguments)
-    _write_yaml(
-        triton / "model.yaml",
-        {"model": str(output.resolve() / "model"), "backend": "pytorch"}
-        | arguments
-        | {"triton_config": {"max_batch_size": 0, "decoupled": True}},
-    )
-    os.rename(partial, output)
+    with complete_directory(output) as partial:
+        model, triton = partial / "model", partial / "triton" / "tensorrt_llm" / "1"
+        for directory in (partial / PACKAGE, model, triton):
+            directory.mkdir(parents=True)
+        (partial / PACKAGE / "__init__.py").write_text(_MODULE)
+        (model / CONFIG_NAME).write_text(json.dumps(_model_config(engine), indent=1))
+        for name in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
+            if (engine.path / name).is_file():
+                shutil.copyfile(engine.path / name, model / name)
+        if not (model / TOKENIZER_CONFIG_NAME).is_file():
+            fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            (model / TOKENIZER_CONFIG_NAME).write_text(json.dumps(fast))
+        (triton / "model.py").write_text(_TRITON_MODEL)
+        arguments = _llm_arguments(engine)
+        _write_yaml(partial / "serve.yaml", arguments)
+        _write_yaml(
+            triton / "model.yaml",
+            {"model": str(output.resolve() / "model"), "backend": "pytorch"}
+            | arguments
+            | {"triton_config": {"max_batch_size": 0, "decoupled": True}},
+        )
 
 
 def _write_yaml(path: Path, value: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -196,10 +197,28 @@ def test_interrupted_build_leaves_no_engine(
         patch.setattr(Manifest, "write", crash)
         assert main(command) == 1
     assert not out.exists()
-    refused(tmp_path / "engine.partial", "never finished")
-    assert main(command) == 0  # and what it left is no obstacle
+    assert list(tmp_path.iterdir()) == []
+    killed = tmp_path / "engine.partial"
+    killed.mkdir()
+    (killed / "rank0.safetensors").write_bytes(b"half")
+    refused(killed, "never finished")
+    assert main(command) == 0  # and what a killed run left is no obstacle
     assert Engine.open(out, verify=True).config == TINY
     assert not (tmp_path / "engine.partial").exists()
+
+
+def test_interrupted_while_torch_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "builder.commands":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "builder.commands", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert main(["inspect", "--config", "tiny"]) == 1
+    assert capsys.readouterr().err == "dsv41-build: interrupted\n"
 
 
 # -- ranks -----------------------------------------------------------------------------------------

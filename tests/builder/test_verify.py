@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from builder.cli import main
 from builder.verify import Limits, compare_logits
@@ -101,3 +103,30 @@ def test_tokens_outside_the_vocabulary(
     options = ["--engine", str(released_engine), "--checkpoint", str(released_dir)]
     assert main(["verify", *options, "--tokens", str(tmp_path / "bad.npy")]) == 1
     assert "1000000 at position 2" in capsys.readouterr().err
+
+
+def test_more_tokens_than_the_model_takes(
+    released_dir: Path, released_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "long.npy", np.ones(1025, dtype=np.int32))
+    options = ["--engine", str(released_engine), "--checkpoint", str(released_dir)]
+    assert main(["verify", *options, "--tokens", str(tmp_path / "long.npy")]) == 1
+    assert "expected 1 … 1024 ids" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_finite_has_no_say(
+    released_dir: Path,
+    released_engine: Path,
+    tmp_path: Path,
+    tokens: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where both are NaN the arg max agrees."""
+    bad = Path(shutil.copytree(released_dir, tmp_path / "bad"))
+    (shard,) = (file for file in bad.glob("*.safetensors") if b'"norm.weight"' in file.read_bytes())
+    tensors = load_file(shard)
+    tensors["norm.weight"][3] = math.nan
+    save_file(tensors, shard, {"format": "pt"})
+    options = ["--engine", str(released_engine), "--checkpoint", str(bad)]
+    assert main(["verify", *options, "--tokens", tokens]) == 1
+    assert "got a NaN or an infinity at position 0" in capsys.readouterr().err

@@ -6,14 +6,13 @@ python -m examples.tinyflash.training.export --weights runs/tinyflash --out chec
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from builder.assemble import check_output, fresh_partial
+from builder.assemble import check_output, complete_directory
 from builder.layout import WeightSpec
 from builder.progress import Progress
 from builder.write_checkpoint import write_json, write_weights
@@ -32,17 +31,18 @@ def export(config: ModelConfig, parameters: Parameters, output: Path, progress: 
     directory is not free.
     """
     check_output(output)
-    partial = fresh_partial(output)
-    named = dict(parameters.named_released())
+    with complete_directory(output) as partial:
+        named = dict(parameters.named_released())
 
-    def values(weight: WeightSpec) -> Iterator[torch.Tensor]:
-        yield named[weight.name]
+        def values(weight: WeightSpec) -> Iterator[torch.Tensor]:
+            yield named[weight.name]
 
-    write_weights(config, partial, values, "released", progress)
-    shutil.copyfile(TOKENIZER_FILE, partial / TOKENIZER_NAME)
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    write_json(partial / GENERATION_CONFIG_NAME, {name: getattr(config, name) for name in special})
-    os.rename(partial, output)
+        write_weights(config, partial, values, "released", progress)
+        shutil.copyfile(TOKENIZER_FILE, partial / TOKENIZER_NAME)
+        special = ("bos_token_id", "eos_token_id", "pad_token_id")
+        write_json(
+            partial / GENERATION_CONFIG_NAME, {name: getattr(config, name) for name in special}
+        )
 
 
 def main() -> None:
