@@ -74,10 +74,10 @@ class StepPlan:
 
 
 class DraftBlocks(NamedTuple):
-    """Proposed tokens behind each request's last one, −1 for none, and what each is worth."""
+    """Proposed tokens behind each request's last one, and what each is worth."""
 
     tokens: Int32Array  # [R, block]
-    confidence: npt.NDArray[np.float32]  # [R, block] P(accepted | all before it accepted)
+    confidence: npt.NDArray[np.float32]  # [R, block] P(accepted | all before it), NaN for no draft
 
 
 @dataclass(frozen=True)

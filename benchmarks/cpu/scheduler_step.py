@@ -1,12 +1,13 @@
 """Host cost of one decode step.
 
-    python benchmarks/cpu/scheduler_step.py --requests 256
+    python benchmarks/cpu/scheduler_step.py --requests 256 --drafts 5
 
 Timed per step of R running requests, one token each: `Scheduler.schedule` (rows, budget, pages,
 page tables, step arrays) and `Scheduler.commit` (append the tokens, end ids, max tokens, retire
 and publish pages). Requests have different lengths, so in each step some cross a page boundary.
 The step between the two is not run: its result is made up beforehand. Delivery (one callback per
-request) is timed apart, because it is the receivers' price.
+request) is timed apart, because it is the receivers' price. With `--drafts K` each request verifies
+K drafts in every step and half of them stay: the same work for several tokens.
 
 **The floor, first.** A step touches about 40 numbers of 4 or 8 bytes per request: nothing, as
 bytes. What costs is dispatch. The least a vectorised step can do is one gather or scatter per
@@ -31,11 +32,12 @@ import xxhash
 from harness import import_without_package_code, median_ms, print_json, print_table, spread
 
 from python_backend.core import EngineCore
+from python_backend.drafting.rule import DraftRule
 from python_backend.replay import ReplayRule
 from python_backend.request import Delta, Request, SamplingParams
 from python_backend.scheduler.scheduler import Scheduler
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import StepPlan, StepResult
+from python_backend.step_plan import DraftBlocks, StepPlan, StepResult
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -49,8 +51,8 @@ WARM_UP = 64
 MAX_PROMPT_TOKENS = 4_096
 
 
-def limits(num_requests: int, num_steps: int) -> CoreLimits:
-    length = MAX_PROMPT_TOKENS + num_steps
+def limits(num_requests: int, num_tokens: int, num_drafts: int = 0) -> CoreLimits:
+    length = MAX_PROMPT_TOKENS + num_tokens
     return CoreLimits(
         vocab_size=VOCAB_SIZE,
         window=WINDOW,
@@ -64,6 +66,7 @@ def limits(num_requests: int, num_steps: int) -> CoreLimits:
         num_window_pages=num_requests * 6 + max(8_192, num_requests) // 32 + 1,
         replay=ReplayRule(WINDOW, WINDOW, WINDOW, PAGE_TOKENS),
         prefix_cache=True,
+        draft=DraftRule(num_drafts, 0.0) if num_drafts else None,
     )
 
 
@@ -71,14 +74,14 @@ def ignore(delta: Delta) -> None:
     del delta
 
 
-def requests(num_requests: int, num_steps: int) -> list[Request]:
+def requests(num_requests: int, num_tokens: int) -> list[Request]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(PAGE_TOKENS, MAX_PROMPT_TOKENS, num_requests)
     return [
         Request(
             request_id=str(i),
             input_ids=rng.integers(2, VOCAB_SIZE, length, dtype=np.int32),
-            max_tokens=num_steps,
+            max_tokens=num_tokens,
             sampling=SamplingParams(),
             end_ids=frozenset({END_ID}),
             on_delta=ignore,
@@ -87,8 +90,13 @@ def requests(num_requests: int, num_steps: int) -> list[Request]:
     ]
 
 
-def made_up(plan: StepPlan) -> StepResult:
-    return StepResult(np.where(plan.arrays.wants_logits, TOKEN, -1).astype(np.int32))
+def made_up(plan: StepPlan, num_drafts: int = 0) -> StepResult:
+    tokens = np.where(plan.arrays.wants_logits, TOKEN, -1).astype(np.int32)
+    if not num_drafts:
+        return StepResult(tokens)
+    block = (len(tokens), num_drafts)
+    drafts = DraftBlocks(np.full(block, TOKEN, np.int32), np.ones(block, np.float32))
+    return StepResult(tokens, (plan.num_drafts + 1) // 2, drafts)
 
 
 class MadeUp:
@@ -98,10 +106,13 @@ class MadeUp:
         return made_up(plan)
 
 
-def scheduler_times(num_requests: int, num_steps: int) -> tuple[Float64Array, Float64Array]:
+def scheduler_times(
+    num_requests: int, num_steps: int, num_drafts: int = 0
+) -> tuple[Float64Array, Float64Array]:
     """Seconds of schedule and of commit per decode step, [num_steps]."""
-    total = num_steps + WARM_UP + MAX_PROMPT_TOKENS  # nobody ends before the last step
-    scheduler = Scheduler(limits(num_requests, total))
+    # Nobody ends before the last step.
+    total = (num_steps + WARM_UP + MAX_PROMPT_TOKENS // 8) * (num_drafts + 1) + MAX_PROMPT_TOKENS
+    scheduler = Scheduler(limits(num_requests, total, num_drafts))
     for request in requests(num_requests, total):
         scheduler.add(scheduler.track(request))
     schedule, commit = [], []
@@ -110,11 +121,11 @@ def scheduler_times(num_requests: int, num_steps: int) -> tuple[Float64Array, Fl
         plan = scheduler.schedule()
         middle = time.perf_counter()
         assert plan is not None
-        result = made_up(plan)
+        result = made_up(plan, num_drafts)
         again = time.perf_counter()
         scheduler.commit(result)
         end = time.perf_counter()
-        if plan.arrays.num_rows == plan.arrays.num_requests == num_requests:
+        if plan.arrays.num_rows == num_requests * (num_drafts + 1):
             schedule.append(middle - start)
             commit.append(end - again)
     scheduler.check_integrity()
@@ -187,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1_000)
+    parser.add_argument("--drafts", type=int, default=5, help="of a request in each step (5)")
     options = parser.parse_args()
     num_requests, num_steps = options.requests, options.steps
     if num_requests < 1 or num_steps < 3:
@@ -197,6 +209,7 @@ def main() -> None:
     to_us = 1e6 / num_requests
     floor = floor_us(num_requests)
     schedule, commit = (seconds * to_us for seconds in scheduler_times(num_requests, num_steps))
+    drafting = sum(scheduler_times(num_requests, num_steps, options.drafts)) * to_us
     whole = core_times(num_requests, num_steps) * to_us
     rows = [
         ("requests", f"{num_requests:8d}"),
@@ -204,6 +217,7 @@ def main() -> None:
         ("schedule, µs a request", spread(schedule.tolist())),
         ("commit, µs a request", spread(commit.tolist())),
         ("both, µs a request", spread((schedule + commit).tolist())),
+        (f"both with {options.drafts} drafts, µs a request", spread(drafting.tolist())),
         ("step of the core with delivery", spread(whole.tolist())),
     ]
     peer: float | None = None
@@ -222,6 +236,8 @@ def main() -> None:
             "us_per_request": round(float(np.median(schedule + commit)), 4),
             "schedule_us": round(float(np.median(schedule)), 4),
             "commit_us": round(float(np.median(commit)), 4),
+            "drafts": options.drafts,
+            "with_drafts_us": round(float(np.median(drafting)), 4),
             "with_delivery_us": round(float(np.median(whole)), 4),
             "floor": {"us_per_request": round(floor, 4)},
             "peer": {"nano-vllm": peer},

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -30,18 +29,14 @@ class DraftRule:
         if not 0 <= self.min_survival <= 1:
             raise ValueError(f"expected a survival from 0 to 1, got {self.min_survival}")
 
-    def lengths(
-        self, drafts: Int32Array, confidence: npt.NDArray[np.float32], room: Int64Array
-    ) -> Int64Array:
-        """Drafts [n] to verify of the blocks [n, block] of n requests.
+    def lengths(self, confidence: npt.NDArray[np.float32], room: Int64Array) -> Int64Array:
+        """Drafts to verify, [n], of blocks with these confidences [n, block].
 
-        `room[i]` is the most that request i can use. A draft −1 is none, and ends its block; so
-        does a confidence that is not a number.
+        `room[i]` is the most that request i can use. A confidence that is not a number ends its
+        block.
         """
-        survival = np.cumprod(confidence[:, : self.most], axis=1)
-        usable = (survival >= self.min_survival) & (drafts[:, : self.most] >= 0)
-        lengths = np.logical_and.accumulate(usable, axis=1).sum(axis=1)
-        return np.minimum(lengths, room)
+        survival = np.cumprod(confidence[:, : self.most].T, axis=0)
+        return np.minimum((survival >= self.min_survival).sum(axis=0), room)
 
 
 def granted(wanted: Int64Array, budget: int) -> Int64Array:

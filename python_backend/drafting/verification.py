@@ -43,7 +43,7 @@ def verify(choices: Int32Array, drafts: Int32Array, num_drafts: Int64Array) -> V
 
 def check_drafts(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
     """Raise ValueError for an answer that accepts drafts which were not there, or proposes what is
-    neither a token nor −1."""
+    no token."""
     accepted, drafts = result.num_accepted, result.drafts
     if accepted is not None and not (
         accepted.shape == plan.num_drafts.shape
@@ -60,5 +60,5 @@ def check_drafts(plan: StepPlan, result: StepResult, vocab_size: int) -> None:
             f"expected drafts and confidences of {plan.arrays.num_requests} requests, got "
             f"{tokens.shape} and {confidence.shape}"
         )
-    if tokens.min(initial=-1) < -1 or tokens.max(initial=-1) >= vocab_size:
-        raise ValueError(f"expected drafts from −1 (none) to {vocab_size - 1}, got others")
+    if tokens.view(np.uint32).max(initial=0) >= vocab_size:
+        raise ValueError(f"expected drafts from 0 to {vocab_size - 1}, got others")

@@ -87,8 +87,8 @@ class SimulatedExecutor:
         tokens = np.full(arrays.num_requests, -1, dtype=np.int32)
         num_accepted = np.zeros(arrays.num_requests, dtype=np.int64)
         blocks = DraftBlocks(
-            np.full((arrays.num_requests, self._limits.most_drafts), -1, dtype=np.int32),
-            np.zeros((arrays.num_requests, self._limits.most_drafts), dtype=np.float32),
+            np.zeros((arrays.num_requests, self._limits.most_drafts), dtype=np.int32),
+            np.full((arrays.num_requests, self._limits.most_drafts), np.nan, dtype=np.float32),
         )
         for r in range(arrays.num_requests):
             positions = np.arange(counts[r], dtype=np.int64) + arrays.first_position[r]

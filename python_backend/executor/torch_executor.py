@@ -124,8 +124,8 @@ class PagedExecutor(ABC):
         if made is None:
             return None
         blocks = DraftBlocks(
-            np.full((arrays.num_requests, made.tokens.shape[1]), -1, dtype=np.int32),
-            np.zeros((arrays.num_requests, made.tokens.shape[1]), dtype=np.float32),
+            np.zeros((arrays.num_requests, made.tokens.shape[1]), dtype=np.int32),
+            np.full((arrays.num_requests, made.tokens.shape[1]), np.nan, dtype=np.float32),
         )
         blocks.tokens[drafting] = made.tokens.cpu().numpy()
         blocks.confidence[drafting] = made.confidence.float().cpu().numpy()

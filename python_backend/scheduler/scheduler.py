@@ -305,7 +305,7 @@ class Scheduler:
             self._slots.num_drafts[slots] = 0
             return
         tokens, confidence = drafts.tokens[wants_logits], drafts.confidence[wants_logits]
-        lengths = rule.lengths(tokens, confidence, self._slots.draft_room(slots))
+        lengths = rule.lengths(confidence, self._slots.draft_room(slots))
         self._slots.propose(slots, tokens, lengths)
 
     def _publish(self, slot: int) -> None:
@@ -332,11 +332,11 @@ class Scheduler:
 
     def _count_drafts(self, num_drafts: Int64Array, result: StepResult) -> None:
         """Acceptance is the drafter's: it counts also when an end id cut the accepted drafts."""
-        statistics, position = self.statistics, np.arange(self.limits.most_drafts)
+        statistics, most = self.statistics, self.limits.most_drafts
         statistics.num_verifications += int(np.count_nonzero(num_drafts))
-        statistics.num_drafted += (num_drafts[:, None] > position).sum(axis=0)
+        statistics.num_drafted += _num_above(num_drafts, most)
         if result.num_accepted is not None:
-            statistics.num_accepted += (result.num_accepted[:, None] > position).sum(axis=0)
+            statistics.num_accepted += _num_above(result.num_accepted, most)
 
     def _count_rows(self, plan: StepPlan, num_decodes: int) -> None:
         """A decode row is never replayed and never trimmed, so only the others are looked at."""
@@ -350,3 +350,9 @@ class Scheduler:
             trimmed = np.clip(arrays.decoder_floor[num_decodes:] - first, 0, counts)
             statistics.num_replayed_rows += int(replayed.sum())
             statistics.num_trimmed_rows += int(trimmed.sum())
+
+
+def _num_above(values: Int64Array, most: int) -> Int64Array:
+    """How many of `values` ≤ most are above 0, 1, … most − 1."""
+    counts: Int64Array = np.bincount(values, minlength=most + 1)[:0:-1].cumsum()[::-1]
+    return counts

@@ -129,9 +129,12 @@ class SlotTable:
         self._ring[slots, (start + num_accepted) & (RING_TOKENS - 1)] = tokens
         at = start[:, None] + np.arange(int(num_accepted.max()) + 1)
         appended = self._ring[slots[:, None], at & (RING_TOKENS - 1)]
-        is_end = (self.end_ids[:, slots, None] == appended).any(axis=0)
-        first_end = np.where(is_end.any(axis=1), is_end.argmax(axis=1), RING_TOKENS)
-        counts = np.minimum(num_accepted, first_end) + 1
+        is_end = self.end_ids[:, slots, None] == appended
+        counts = num_accepted + 1
+        if is_end.any():
+            is_end = is_end.any(axis=0)
+            first_end = np.where(is_end.any(axis=1), is_end.argmax(axis=1), RING_TOKENS)
+            counts = np.minimum(counts, first_end + 1)
         self._set_num_tokens(slots, start + counts)
         return Appended(appended, counts, appended[np.arange(len(slots)), counts - 1])
 

@@ -58,8 +58,8 @@ def assert_same(together: RealCore, alone: RealCore, one: Stream, expected: Stre
         )
 
 
-def core_of(network: Network, bounds: CoreLimits) -> RealCore:
-    pools = CachePools(
+def pools_of(network: Network, bounds: CoreLimits) -> CachePools:
+    return CachePools(
         network.config,
         num_global_pages=bounds.num_global_pages,
         num_window_pages=bounds.num_window_pages,
@@ -69,7 +69,10 @@ def core_of(network: Network, bounds: CoreLimits) -> RealCore:
         dtype=network.dtype,
         quantize=True,
     )
-    return RealCore(RecordingExecutor(network, pools), bounds)
+
+
+def core_of(network: Network, bounds: CoreLimits) -> RealCore:
+    return RealCore(RecordingExecutor(network, pools_of(network, bounds)), bounds)
 
 
 def bounds_of(**changes: Any) -> CoreLimits:

@@ -40,6 +40,7 @@ def test_scheduler_step() -> None:
     assert (result["benchmark"], result["requests"]) == ("scheduler_step", 4)
     assert result["with_delivery_us"] > 0
     assert result["us_per_request"] > 0
+    assert result["with_drafts_us"] > 0
     assert result["floor"]["us_per_request"] > 0
 
 
