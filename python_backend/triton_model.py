@@ -25,6 +25,7 @@ from python_backend import logs, wire
 from python_backend.logs import fields
 from python_backend.request import Request, RequestError
 from python_backend.responses import Outputs, Responder, ResponseStream
+from python_backend.scheduler.statistics import Statistics
 from python_backend.service import ServedModel
 from python_backend.text.chat_input import ChatError
 from python_backend.text.tokenizer import TextTokenizer, TokenizerError
@@ -95,7 +96,7 @@ class TritonPythonModel:
         self._keys = itertools.count(1)
         self._model = ServedModel.open(Path(engine_dir), parameters, _log_progress)
         self._gauges = _Gauges()
-        self._counters = _Counters()
+        self._counters = _Counters(self._model.limits.most_drafts)
         self._responder = Responder(self._model.core.cancel, self._tick)
         self._model.start()
         try:
@@ -138,6 +139,7 @@ class TritonPythonModel:
                     sampling=asked.sampling,
                     end_ids=model.end_ids if asked.end_ids is None else asked.end_ids,
                     on_delta=partial(self._responder.deliver, stream),
+                    speculative=asked.speculative,
                 )
             )
         except RequestError as error:
@@ -176,6 +178,8 @@ class TritonPythonModel:
         self._counters.advance("cached", statistics.num_cached_tokens)
         self._counters.advance("replayed", statistics.num_replayed_rows)
         self._counters.advance("output", statistics.num_output_tokens)
+        if self._model.limits.draft is not None:
+            self._counters.advance_drafts(statistics)
         if self._drain_file is None:
             return
         if self._drain_until is None:
@@ -215,15 +219,48 @@ class _Gauges:
 class _Counters:
     """Totals since the model was loaded, its own tokens at start included. One thread only."""
 
-    def __init__(self) -> None:
-        self._tokens = pb_utils.MetricFamily(
-            name="dsv41_tokens_total",
-            description="Tokens of prompts, of them cached, of these run again, and of answers",
-            kind=pb_utils.MetricFamily.COUNTER,
-        )
-        kinds = ("prompt", "cached", "replayed", "output")
-        self._metrics = {kind: self._tokens.Metric(labels={"kind": kind}) for kind in kinds}
-        self._totals = dict.fromkeys(kinds, 0)
+    def __init__(self, most_drafts: int) -> None:
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
+        description = "Tokens of prompts, of them cached, of these run again, and of answers"
+        for kind in ("prompt", "cached", "replayed", "output"):
+            self._metrics[kind] = self._metric("dsv41_tokens_total", description, kind=kind)
+        if most_drafts:
+            self._add_drafts(most_drafts)
+        self._totals = dict.fromkeys(self._metrics, 0)
+
+    def advance_drafts(self, statistics: Statistics) -> None:
+        self.advance("drafts", statistics.num_verifications)
+        for name, counts in (
+            ("draft_tokens", statistics.num_drafted),
+            ("accepted_tokens", statistics.num_accepted),
+        ):
+            self.advance(name, int(counts.sum()))
+            for position, count in enumerate(counts.tolist()):
+                self.advance(f"{name} {position}", count)
+
+    def _add_drafts(self, most_drafts: int) -> None:
+        """Named after vLLM's: drafts are verifications, positions count from 0."""
+        for name, description in (
+            ("drafts", "Verifications: requests times steps that had drafts"),
+            ("draft_tokens", "Drafts that were verified"),
+            ("accepted_tokens", "Drafts that were accepted"),
+        ):
+            whole = f"dsv41_spec_decode_num_{name}"
+            self._metrics[name] = self._metric(f"{whole}_total", description)
+            if name == "drafts":
+                continue
+            for position in range(most_drafts):
+                self._metrics[f"{name} {position}"] = self._metric(
+                    f"{whole}_per_pos_total", f"{description}, by position", position=str(position)
+                )
+
+    def _metric(self, name: str, description: str, **labels: str) -> Any:
+        if name not in self._families:
+            self._families[name] = pb_utils.MetricFamily(
+                name=name, description=description, kind=pb_utils.MetricFamily.COUNTER
+            )
+        return self._families[name].Metric(labels=labels)
 
     def advance(self, kind: str, total: int) -> None:
         if total != self._totals[kind]:

@@ -73,6 +73,7 @@ INPUTS = (
     Tensor("reasoning_effort", "STRING"),
     Tensor("max_tokens", "INT32"),
     Tensor("stream", "BOOL"),
+    Tensor("speculative", "BOOL"),
     Tensor("temperature", "FP32"),
     Tensor("top_k", "INT32"),
     Tensor("top_p", "FP32"),
@@ -134,6 +135,7 @@ class WireRequest:
     chat: ChatRequest | None
     max_tokens: int
     stream: bool
+    speculative: bool
     sampling: SamplingParams
     end_ids: frozenset[int] | None
     return_num_input_tokens: bool
@@ -167,6 +169,7 @@ def read_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> 
         chat=_chat(values),
         max_tokens=scalar("max_tokens", DEFAULT_MAX_TOKENS),
         stream=bool(scalar("stream", False)),
+        speculative=bool(scalar("speculative", True)),
         sampling=SamplingParams(
             temperature=scalar("temperature", 0.0),
             top_k=scalar("top_k", 0),
