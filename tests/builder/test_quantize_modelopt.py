@@ -151,8 +151,10 @@ def test_quantised_checkpoint_becomes_an_engine(
         assert run(*verify, "--checkpoint", directory, *same) == 0
         served = ServedModel.open(tmp_path / "e", {})
         served.start()
-        served.warm_up()  # raises when no token comes
-        served.stop()
+        try:
+            served.warm_up()  # raises when no token comes
+        finally:
+            served.stop()
     else:
         rank = SafetensorsFile(tmp_path / "e" / "rank1.safetensors").tensors
         whole = Checkpoint.open(directory).source.describe("layers.0.attn.wo_b.weight_scale")
