@@ -15,14 +15,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from python_backend.drafting.verification import check_drafts
 from python_backend.kv.groups import IntegrityError
-from python_backend.request import Delta, FinishReason, Request, RequestError
+from python_backend.request import Delta, FinishReason, LogProbs, Request, RequestError
 from python_backend.scheduler.scheduler import Scheduler, StepOutcome
 from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import TrackedRequest
@@ -34,8 +36,14 @@ logger = logging.getLogger(__name__)
 QUIET_SECONDS = 0.2  # idle time before the books are checked, so that a check delays nobody
 NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
-# A message is a request to add, the id of one to cancel, or None to wake up.
-Message = TrackedRequest | str | None
+
+class _Cancellation(NamedTuple):
+    request_id: str
+    reason: FinishReason
+
+
+# A message is a request to add, one to cancel, or None to wake up.
+Message = TrackedRequest | _Cancellation | None
 
 
 class EngineCore:
@@ -66,10 +74,11 @@ class EngineCore:
                 )
             self._inbox.put(tracked)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request before the next step. Unknown and finished ids are ignored: a cancel
-        races with the end of its request."""
-        self._inbox.put(request_id)
+        races with the end of its request. STOP is the reason where the receiver has all that it
+        wants, because of a stop string."""
+        self._inbox.put(_Cancellation(request_id, reason))
 
     def stop(self) -> None:
         """Make `run` return after its current step; what still runs ends with an error."""
@@ -128,7 +137,7 @@ class EngineCore:
         self._unchecked = True
         result = self._run_step(plan)
         if result is not None:
-            self._deliver(self._scheduler.commit(result))
+            self._deliver(self._scheduler.commit(result), result.logprobs)
         return True
 
     def run_when_idle(self) -> None:
@@ -157,10 +166,10 @@ class EngineCore:
     def _receive(self, message: Message) -> None:
         if isinstance(message, TrackedRequest):
             self._enqueue(message)
-        elif message is not None and message in self._live:
-            tracked = self._live[message]
+        elif message is not None and message.request_id in self._live:
+            tracked = self._live[message.request_id]
             self._scheduler.remove(tracked)
-            self._finish(tracked, NO_TOKENS, FinishReason.CANCELLED)
+            self._finish(tracked, Delta(NO_TOKENS, tracked.cached_tokens, message.reason))
 
     def _enqueue(self, tracked: TrackedRequest) -> None:
         request_id = tracked.request.request_id
@@ -186,7 +195,9 @@ class EngineCore:
                     "executor_failed",
                     f"expected a step to run, but it failed: {problem}; try again",
                 )
-                self._finish(tracked, NO_TOKENS, FinishReason.ERROR, error)
+                self._finish(
+                    tracked, Delta(NO_TOKENS, tracked.cached_tokens, FinishReason.ERROR, error)
+                )
             return None
         return result
 
@@ -204,26 +215,24 @@ class EngineCore:
             )
         check_drafts(plan, result, self._limits.vocab_size)
 
-    def _deliver(self, outcome: StepOutcome) -> None:
+    def _deliver(self, outcome: StepOutcome, logprobs: Mapping[int, LogProbs]) -> None:
         tokens, finished = outcome.tokens, outcome.finished
         ends = [1] * len(tokens) if outcome.counts is None else outcome.counts.tolist()
         for i, tracked in enumerate(outcome.requests):
+            delta = Delta(tokens[i, : ends[i]], tracked.cached_tokens, finished.get(i))
+            if i in logprobs:
+                delta = delta._replace(logprobs=logprobs[i].first(ends[i]))
             if i in finished:
-                self._finish(tracked, tokens[i, : ends[i]], finished[i])
+                self._finish(tracked, delta)
             else:
-                self._send(tracked, Delta(tokens[i, : ends[i]], tracked.cached_tokens))
+                self._send(tracked, delta)
 
-    def _finish(
-        self,
-        tracked: TrackedRequest,
-        tokens: npt.NDArray[np.int32],
-        reason: FinishReason,
-        error: RequestError | None = None,
-    ) -> None:
+    def _finish(self, tracked: TrackedRequest, last: Delta) -> None:
         """Send the last delta of a request that has left the scheduler."""
+        assert last.finish_reason is not None
         del self._live[tracked.request.request_id]
-        self._scheduler.statistics.num_finished[reason] += 1
-        self._send(tracked, Delta(tokens, tracked.cached_tokens, reason, error))
+        self._scheduler.statistics.num_finished[last.finish_reason] += 1
+        self._send(tracked, last)
 
     def _send(self, tracked: TrackedRequest, delta: Delta) -> None:
         """A receiver that raises has lost its stream; it must not take the others with it."""

@@ -21,9 +21,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from python_backend.generation.answer import AnswerText
+from python_backend.generation.options import Shown
 from python_backend.logs import fields
-from python_backend.request import Delta, FinishReason, RequestError
-from python_backend.text.detokenizer import Detokenizer
+from python_backend.request import Delta, FinishReason, LogProbs, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class Reply(Protocol):
 class ResponseStream:
     """One request's way back. `key` names it in the core, `request_id` is the client's name.
 
-    Without `streamed` the whole answer is one response.
+    Without `streamed` the whole answer is one response. A stop string ends the answer here: the
+    core, which knows no text, is then told to cancel.
     """
 
     key: str
@@ -56,53 +58,86 @@ class ResponseStream:
     reply: Reply
     num_input_tokens: int
     streamed: bool
-    detokenizer: Detokenizer | None
-    return_num_input_tokens: bool
-    return_num_output_tokens: bool
+    text: AnswerText | None
+    shown: Shown = field(default_factory=Shown)
+    prompt_text: str = ""  # shown before the answer
     opened_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
     num_output_tokens: int = 0
     num_sent: int = 0
     cancelling: bool = False
     closed: bool = False
+    stop: str | None = None
+    cumulative: float = 0.0
     _text: list[str] = field(default_factory=list)
-    _ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    _deltas: list[Delta] = field(default_factory=list)
 
-    def take(self, delta: Delta) -> Outputs | None:
-        """The response that this delta makes due, None when it is kept for the only one."""
+    def take(self, delta: Delta) -> tuple[Delta, Outputs | None]:
+        """The delta that is sent, its end if a stop string ends it, and the response that it makes
+        due, None when it is kept for the only one."""
         if len(delta.output_ids) and self.first_token_at is None:
             self.first_token_at = time.monotonic()
+        if self.text is not None:
+            ended = delta.finish_reason is not None
+            by_token = delta.finish_reason == FinishReason.STOP
+            said = self.text.feed(delta.output_ids, last=ended, ends_with_end_id=by_token)
+            self._text.append(said.text)
+            if said.stop is not None:
+                self.stop = said.stop
+                delta = _cut(delta, said.num_ids)
         self.num_output_tokens += len(delta.output_ids)
-        ended = delta.finish_reason is not None
-        if self.detokenizer is not None:
-            # The end token is an output id, but no text.
-            spoken = delta.output_ids[:-1] if delta.finish_reason == "stop" else delta.output_ids
-            self._text.append(self.detokenizer.feed(spoken, last=ended))
-        self._ids.append(delta.output_ids)
-        if not (self.streamed or ended):
-            return None
-        outputs = {
-            "text_output": _text("".join(self._text)),
-            "output_ids": np.concatenate(self._ids)[None],
-        }
+        if delta.logprobs is not None:
+            self.cumulative += float(delta.logprobs.chosen.sum(dtype=np.float64))
+        self._deltas.append(delta)
+        if not (self.streamed or delta.finish_reason is not None):
+            return delta, None
+        outputs = self._outputs(delta)
         self._text.clear()
-        self._ids.clear()
+        self._deltas.clear()
+        self.num_sent += 1
+        return delta, outputs
+
+    def _outputs(self, delta: Delta) -> Outputs:
+        """One response of what came since the last, `delta` being its end."""
+        text = "".join(self._text)
+        if self.num_sent == 0 and self.shown.prompt:
+            text = self.prompt_text + text
+        outputs = {
+            "text_output": _text(text),
+            "output_ids": np.concatenate([d.output_ids for d in self._deltas])[None],
+        }
         if self.num_sent == 0:
             outputs["cached_tokens"] = _number(delta.cached_tokens)
+        if self.shown.log_probs:
+            outputs |= _log_probs([d.logprobs for d in self._deltas if d.logprobs is not None])
         if delta.finish_reason is not None:
-            outputs["finish_reason"] = _text(delta.finish_reason)
-            if self.return_num_input_tokens:
-                outputs["num_input_tokens"] = _number(self.num_input_tokens)
-            if self.return_num_output_tokens:
-                outputs["num_output_tokens"] = _number(self.num_output_tokens)
-        self.num_sent += 1
+            outputs |= self._last_outputs(delta.finish_reason)
+        return outputs
+
+    def _last_outputs(self, reason: FinishReason) -> Outputs:
+        shown = self.shown
+        outputs: Outputs = {}
+        if shown.finish_reason:
+            outputs["finish_reason"] = _text(reason)
+        if shown.stop_reason:
+            outputs["stop_reason"] = _text(self.stop or "")
+        if shown.num_input_tokens:
+            outputs["num_input_tokens"] = _number(self.num_input_tokens)
+        if shown.num_output_tokens:
+            outputs["num_output_tokens"] = _number(self.num_output_tokens)
+        if shown.log_probs:
+            outputs["cum_log_probs"] = np.array([[self.cumulative]], dtype=np.float32)
+        if shown.cumulative_logprob:
+            outputs["cumulative_logprob"] = np.array([[self.cumulative]], dtype=np.float32)
         return outputs
 
 
 class Responder:
-    """`cancel` takes a stream's key; `tick` is called once a round, on the responder's thread."""
+    """`cancel` takes a stream's key and why; `tick` is called once a round, on this thread."""
 
-    def __init__(self, cancel: Callable[[str], None], tick: Callable[[], None]) -> None:
+    def __init__(
+        self, cancel: Callable[[str, FinishReason], None], tick: Callable[[], None]
+    ) -> None:
         self._cancel = cancel
         self._tick = tick
         # (stream, None) opens a stream, (stream, delta) is for its client, None ends the thread.
@@ -167,7 +202,7 @@ class Responder:
             stream = self._unasked.pop()
             if not stream.closed and not stream.cancelling and stream.reply.is_cancelled():
                 stream.cancelling = True
-                self._cancel(stream.key)
+                self._cancel(stream.key, FinishReason.CANCELLED)
 
     def _answer(self, stream: ResponseStream, delta: Delta) -> None:
         if stream.closed:
@@ -181,9 +216,13 @@ class Responder:
                 self._close(stream, delta)
                 stream.reply.fail(RequestError("cancelled", "the client cancelled the request"))
             else:
-                outputs = stream.take(delta)
+                ends_here = not final
+                delta, outputs = stream.take(delta)
+                final = delta.finish_reason is not None
                 if final:
                     self._close(stream, delta)
+                    if ends_here:
+                        self._cancel(stream.key, FinishReason.STOP)
                 if outputs is not None:
                     stream.reply.send(outputs, final=final)
         except Exception as problem:
@@ -194,7 +233,7 @@ class Responder:
         """After a delta that was not sent. Behind the last one nothing else will end the stream."""
         if delta.finish_reason is None:
             stream.cancelling = True
-            self._cancel(stream.key)
+            self._cancel(stream.key, FinishReason.CANCELLED)
             return
         if not stream.closed:
             self._close(stream, delta)
@@ -223,6 +262,26 @@ class Responder:
                 seconds=round(now - stream.opened_at, 4),
             ),
         )
+
+
+def _cut(delta: Delta, count: int) -> Delta:
+    """The delta as the last one, of `count` tokens."""
+    return delta._replace(
+        output_ids=delta.output_ids[:count],
+        finish_reason=FinishReason.STOP,
+        logprobs=None if delta.logprobs is None else delta.logprobs.first(count),
+    )
+
+
+def _log_probs(pieces: list[LogProbs]) -> Outputs:
+    """Of the response's tokens; alternatives token by token."""
+    if not pieces:
+        return {}
+    outputs = {"output_log_probs": np.concatenate([p.chosen for p in pieces])[None]}
+    if pieces[0].top.shape[1]:
+        outputs["top_log_prob_ids"] = np.concatenate([p.top_ids.ravel() for p in pieces])[None]
+        outputs["top_log_probs"] = np.concatenate([p.top.ravel() for p in pieces])[None]
+    return outputs
 
 
 def _text(text: str) -> npt.NDArray[Any]:

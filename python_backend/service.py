@@ -31,6 +31,12 @@ from engine.paged_cache import CachePools
 from python_backend.core import EngineCore
 from python_backend.executor.plan import DEVICE, open_plans, refusal
 from python_backend.executor.torch_executor import PagedExecutor, TorchExecutor
+from python_backend.generation.defaults import (
+    NO_DEFAULTS,
+    Defaults,
+    DefaultsError,
+    generation_defaults,
+)
 from python_backend.request import Delta, Request, SamplingParams
 from python_backend.scheduler.slots import MAX_END_IDS
 from python_backend.settings import CoreLimits, ServeSettings, SettingsError
@@ -91,6 +97,7 @@ class CheckedEngine:
     settings: ServeSettings
     text: TextTokenizer | None
     end_ids: frozenset[int]
+    defaults: Defaults
 
     @property
     def runs_plans(self) -> bool:
@@ -135,7 +142,9 @@ def check(engine_dir: Path, options: Mapping[str, Any]) -> CheckedEngine:
         text = TextTokenizer.from_file(
             engine.tokenizer_path, config.vocab_size, config.bos_token_id
         )
-    checked = CheckedEngine(engine, settings_for(engine, options), text, _end_ids(engine))
+    checked = CheckedEngine(
+        engine, settings_for(engine, options), text, _end_ids(engine), _defaults(engine)
+    )
     reason = refusal(engine, checked.dtype) if checked.runs_plans else None
     if reason is not None:
         raise EngineError(reason)
@@ -152,6 +161,7 @@ class ServedModel:
     core: EngineCore
     text: TextTokenizer | None
     end_ids: frozenset[int]
+    defaults: Defaults = NO_DEFAULTS
 
     @staticmethod
     def open(
@@ -165,7 +175,9 @@ class ServedModel:
         pools = checked.pools(limits)
         on_progress("making cache pools", 1.0)
         core = EngineCore(make_executor(pools), limits)
-        return ServedModel(checked.engine.config, limits, core, checked.text, checked.end_ids)
+        return ServedModel(
+            checked.engine.config, limits, core, checked.text, checked.end_ids, checked.defaults
+        )
 
     def start(self) -> None:
         """Serve on a thread of its own until `stop`."""
@@ -234,6 +246,17 @@ def _share_of(total: int, stage: str, on_progress: OnProgress) -> Callable[[int]
             on_progress(stage, step / _PROGRESS_STEPS)
 
     return advance
+
+
+def _defaults(engine: Engine) -> Defaults:
+    """What generation_config.json sets for requests that do not."""
+    try:
+        return generation_defaults(engine.generation_config, engine.config.vocab_size)
+    except DefaultsError as error:
+        raise EngineError(
+            f"in generation_config.json of {engine.path}: {error}; mend the checkpoint's file and "
+            "build the engine again"
+        ) from None
 
 
 def _end_ids(engine: Engine) -> frozenset[int]:

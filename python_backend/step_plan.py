@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.batch import StepArrays
+from python_backend.request import LogProbs, Request
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -19,21 +21,17 @@ class SamplingArrays:
     """Per request of the step, [R]. `output_index` counts the request's outputs so far, so that a
     draw depends on (seed, output_index) alone."""
 
-    temperature: npt.NDArray[np.float32]
-    top_k: Int32Array
-    top_p: npt.NDArray[np.float32]
     seed: npt.NDArray[np.uint64]
     output_index: Int64Array
 
-    def of_rows(self, request: Int64Array, offset: Int64Array) -> SamplingArrays:
-        """The same per logit row: row i is `offset[i]` outputs further in request[i]."""
-        return SamplingArrays(
-            temperature=self.temperature[request],
-            top_k=self.top_k[request],
-            top_p=self.top_p[request],
-            seed=self.seed[request],
-            output_index=self.output_index[request] + offset,
-        )
+
+class Beginning(NamedTuple):
+    """A request whose life in a slot begins with this step. `tokens` are those that it has, int32
+    [n], the prompt first and then what it had put out before it was preempted; a view."""
+
+    slot: int
+    request: Request
+    tokens: Int32Array
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,7 @@ class StepPlan:
     fresh: npt.NDArray[np.bool_]  # [R] first step since (re)admission
     tables: PageTables
     sampling: SamplingArrays
+    beginnings: Sequence[Beginning]  # of the fresh ones
     num_drafts: Int64Array  # [R]
     wants_drafts: npt.NDArray[np.bool_]  # [R]
 
@@ -85,12 +84,15 @@ class StepResult:
     """`tokens[r]` is the token that request r chose last, −1 where no logits were wanted.
 
     Before it stand the first `num_accepted[r]` drafts of the plan, which it chose too; None is 0
-    for all. `drafts` are for the next step, None when nobody wanted any.
+    for all. `drafts` are for the next step, None when nobody wanted any. `logprobs` are of the
+    tokens that a request chose and at least of all that stay, by its number among those who wanted
+    logits.
     """
 
     tokens: Int32Array  # [R]
     num_accepted: Int64Array | None = None  # [R]
     drafts: DraftBlocks | None = None
+    logprobs: Mapping[int, LogProbs] = field(default_factory=dict)
 
 
 class Executor(Protocol):

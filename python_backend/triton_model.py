@@ -22,6 +22,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from python_backend import logs, wire
+from python_backend.generation.answer import AnswerText
 from python_backend.logs import fields
 from python_backend.request import Request, RequestError
 from python_backend.responses import Outputs, Responder, ResponseStream
@@ -114,9 +115,13 @@ class TritonPythonModel:
         asked = wire.read_request(
             {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
             json.loads(request.parameters() or "{}"),
+            self._model.defaults,
         )
-        model = self._model
+        model, options = self._model, asked.options
         input_ids = self._input_ids(asked)
+        sampling = options.resolve(self._encode)
+        if options.stop_strings or asked.shown.prompt:
+            self._tokenizer()
         # Clients choose equal names; the core's are unique.
         key = f"{next(self._keys)}"
         stream = ResponseStream(
@@ -125,9 +130,11 @@ class TritonPythonModel:
             reply=reply,
             num_input_tokens=len(input_ids),
             streamed=asked.stream,
-            detokenizer=None if model.text is None else model.text.detokenizer(),
-            return_num_input_tokens=asked.return_num_input_tokens,
-            return_num_output_tokens=asked.return_num_output_tokens,
+            text=None
+            if model.text is None
+            else AnswerText(model.text.detokenizer(), options.watch(), sampling.min_tokens),
+            shown=asked.shown,
+            prompt_text=self._spelled(input_ids) if asked.shown.prompt else "",
         )
         self._responder.open(stream)
         try:
@@ -136,8 +143,10 @@ class TritonPythonModel:
                     request_id=key,
                     input_ids=input_ids,
                     max_tokens=asked.max_tokens,
-                    sampling=asked.sampling,
-                    end_ids=model.end_ids if asked.end_ids is None else asked.end_ids,
+                    sampling=sampling,
+                    end_ids=options.end_ids(
+                        model.end_ids if asked.end_ids is None else asked.end_ids
+                    ),
                     on_delta=partial(self._responder.deliver, stream),
                     speculative=asked.speculative,
                 )
@@ -158,6 +167,12 @@ class TritonPythonModel:
             return self._tokenizer().encode(asked.text)
         assert asked.input_ids is not None
         return asked.input_ids
+
+    def _encode(self, word: str) -> list[int]:
+        return self._tokenizer().encode_word(word)
+
+    def _spelled(self, input_ids: wire.Int32Array) -> str:
+        return self._tokenizer().detokenizer().feed(input_ids, last=True)
 
     def _tokenizer(self) -> TextTokenizer:
         if self._model.text is None:

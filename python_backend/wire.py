@@ -8,7 +8,6 @@ names are those of TensorRT-LLM's Triton models. Shapes are [1, n]: one request,
 from __future__ import annotations
 
 import difflib
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from python_backend.request import RequestError, SamplingParams
+from python_backend.generation.defaults import NO_DEFAULTS, Defaults
+from python_backend.generation.options import (
+    GenerationOptions,
+    OptionError,
+    Shown,
+    read_options,
+    read_shown,
+)
+from python_backend.request import RequestError
 from python_backend.text.chat_input import ChatError, ChatRequest
 
 Int32Array = npt.NDArray[np.int32]
@@ -77,37 +84,82 @@ INPUTS = (
     Tensor("temperature", "FP32"),
     Tensor("top_k", "INT32"),
     Tensor("top_p", "FP32"),
+    Tensor("min_p", "FP32"),
     Tensor("seed", "UINT64"),
-    Tensor("random_seed", "UINT64"),
+    Tensor("repetition_penalty", "FP32"),
+    Tensor("presence_penalty", "FP32"),
+    Tensor("frequency_penalty", "FP32"),
+    Tensor("logit_bias", "STRING"),
+    Tensor("embedding_bias_words", "STRING", -1),
+    Tensor("embedding_bias_weights", "FP32", -1),
+    Tensor("bad_words", "STRING", -1),
+    Tensor("min_tokens", "INT32"),
+    Tensor("stop_words", "STRING", -1),
+    Tensor("include_stop_str_in_output", "BOOL"),
+    Tensor("stop_token_ids", "INT32", -1),
+    Tensor("ignore_eos", "BOOL"),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),
+    Tensor("num_return_sequences", "INT32", neutral=(1,)),
+    Tensor("return_log_probs", "BOOL"),
+    Tensor("logprobs", "INT32"),
     Tensor("return_num_input_tokens", "BOOL"),
     Tensor("return_num_output_tokens", "BOOL"),
-    Tensor("exclude_input_in_output", "BOOL", neutral=(True,)),
+    Tensor("return_finish_reason", "BOOL"),
+    Tensor("return_stop_reason", "BOOL"),
+    Tensor("return_cumulative_logprob", "BOOL"),
+    Tensor("exclude_input_in_output", "BOOL"),
     Tensor("beam_width", "INT32", neutral=(1,)),
-    Tensor("num_return_sequences", "INT32", neutral=(1,)),
     Tensor("length_penalty", "FP32", neutral=(1.0,)),
-    Tensor("repetition_penalty", "FP32", neutral=(1.0,)),
-    Tensor("presence_penalty", "FP32", neutral=(0.0,)),
-    Tensor("frequency_penalty", "FP32", neutral=(0.0,)),
-    Tensor("min_tokens", "INT32", neutral=(0, 1)),  # one token is always made
-    Tensor("min_length", "INT32", neutral=(0, 1)),
-    Tensor("stop_words", "STRING", -1, neutral=("",)),
-    Tensor("bad_words", "STRING", -1, neutral=("",)),
     Tensor("guided_decoding_guide_type", "STRING", neutral=("",)),
     Tensor("guided_decoding_guide", "STRING", neutral=("",)),
-    Tensor("return_log_probs", "BOOL", neutral=(False,)),
     Tensor("return_context_logits", "BOOL", neutral=(False,)),
     Tensor("return_generation_logits", "BOOL", neutral=(False,)),
     Tensor("return_perf_metrics", "BOOL", neutral=(False,)),
+    Tensor("sampling_param_best_of", "INT32", neutral=(1,)),
+    Tensor("streaming", "BOOL"),
+    Tensor("stop", "STRING", -1),
+    Tensor("random_seed", "UINT64"),
+    Tensor("min_length", "INT32"),
+    Tensor("sampling_param_temperature", "FP32"),
+    Tensor("sampling_param_top_k", "INT32"),
+    Tensor("sampling_param_top_p", "FP32"),
+    Tensor("sampling_param_frequency_penalty", "FP32"),
+    Tensor("sampling_param_presence_penalty", "FP32"),
+    Tensor("sampling_param_max_tokens", "INT32"),
+    Tensor("sampling_param_stop", "STRING", -1),
+    Tensor("sampling_param_seed", "UINT64"),
+    Tensor("sampling_param_exclude_input_from_output", "BOOL"),
+    Tensor("sampling_param_return_perf_metrics", "BOOL", neutral=(False,)),
 )
+_ALIASES = {
+    "streaming": "stream",
+    "stop": "stop_words",
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "sampling_param_temperature": "temperature",
+    "sampling_param_top_k": "top_k",
+    "sampling_param_top_p": "top_p",
+    "sampling_param_frequency_penalty": "frequency_penalty",
+    "sampling_param_presence_penalty": "presence_penalty",
+    "sampling_param_max_tokens": "max_tokens",
+    "sampling_param_stop": "stop_words",
+    "sampling_param_seed": "seed",
+    "sampling_param_exclude_input_from_output": "exclude_input_in_output",
+}
 OUTPUTS = (
     Tensor("text_output", "STRING"),
     Tensor("output_ids", "INT32", -1),
     Tensor("finish_reason", "STRING"),
+    Tensor("stop_reason", "STRING"),
     Tensor("num_input_tokens", "INT32"),
     Tensor("num_output_tokens", "INT32"),
     Tensor("cached_tokens", "INT32"),
+    Tensor("output_log_probs", "FP32", -1),
+    Tensor("top_log_prob_ids", "INT32", -1),
+    Tensor("top_log_probs", "FP32", -1),
+    Tensor("cum_log_probs", "FP32"),
+    Tensor("cumulative_logprob", "FP32"),
 )
 _NUMPY: dict[str, type[np.generic]] = {
     "STRING": np.object_,
@@ -136,20 +188,27 @@ class WireRequest:
     max_tokens: int
     stream: bool
     speculative: bool
-    sampling: SamplingParams
+    options: GenerationOptions
+    shown: Shown
     end_ids: frozenset[int] | None
-    return_num_input_tokens: bool
-    return_num_output_tokens: bool
 
 
-def read_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> WireRequest:
-    """Judge the tensors of one call. Raises RequestError `invalid_argument` with one sentence."""
+def read_request(
+    inputs: Mapping[str, Array], parameters: Mapping[str, Any], defaults: Defaults = NO_DEFAULTS
+) -> WireRequest:
+    """Judge the tensors of one call; what it does not set is from `defaults`.
+
+    Raises RequestError `invalid_argument` with one sentence.
+    """
     for name in parameters:
         if name not in _KNOWN_PARAMETERS:
             raise _unknown(name)
     values = {name: _elements(name, array) for name, array in inputs.items()}
     for name, value in values.items():
         _check_neutral(_BY_NAME[name], value)
+    for alias, name in _ALIASES.items():
+        if alias in values:
+            _use_alias(values, alias, name)
     given = [name for name in _PROMPTS if name in values]
     if len(given) != 1:
         raise _invalid(
@@ -167,18 +226,12 @@ def read_request(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> 
         text=text,
         input_ids=values.get("input_ids"),
         chat=_chat(values),
-        max_tokens=scalar("max_tokens", DEFAULT_MAX_TOKENS),
+        max_tokens=scalar("max_tokens", defaults.max_tokens or DEFAULT_MAX_TOKENS),
         stream=bool(scalar("stream", False)),
         speculative=bool(scalar("speculative", True)),
-        sampling=SamplingParams(
-            temperature=scalar("temperature", 0.0),
-            top_k=scalar("top_k", 0),
-            top_p=scalar("top_p", 1.0),
-            seed=_seed(scalar),
-        ),
+        options=_options(values, defaults),
+        shown=read_shown(values),
         end_ids=_end_ids(scalar("end_id", None)),
-        return_num_input_tokens=bool(scalar("return_num_input_tokens", True)),
-        return_num_output_tokens=bool(scalar("return_num_output_tokens", True)),
     )
 
 
@@ -241,15 +294,34 @@ def _chat(values: Mapping[str, Array]) -> ChatRequest | None:
         raise _invalid(str(error)) from None
 
 
-def _seed(scalar: Any) -> int:
-    """Drawn where none was sent, so that equal prompts may get different answers."""
-    seed, random_seed = scalar("seed", None), scalar("random_seed", None)
-    if seed is not None and random_seed is not None and seed != random_seed:
+def _options(values: Mapping[str, Array], defaults: Defaults) -> GenerationOptions:
+    try:
+        return read_options(_texts(values), values, defaults.sampling)
+    except OptionError as error:
+        raise _invalid(str(error)) from None
+
+
+def _use_alias(values: dict[str, Array], alias: str, name: str) -> None:
+    value = values.pop(alias)
+    if name in values and not np.array_equal(values[name], value):
         raise _invalid(
-            f"expected one seed, got seed {seed} and random_seed {random_seed}; send one of them"
+            f"expected one {name}, got {name} {_shown(values[name])} and {alias} "
+            f"{_shown(value)}; send one of them"
         )
-    given: int | None = random_seed if seed is None else seed
-    return secrets.randbits(64) if given is None else given
+    values[name] = value
+
+
+def _shown(value: Array) -> str:
+    return str(value.item() if value.size == 1 else value.tolist())[:60]
+
+
+def _texts(values: Mapping[str, Array]) -> dict[str, list[str]]:
+    """Every text of the request, by name."""
+    return {
+        name: [_text(name, element) for element in value.tolist()]
+        for name, value in values.items()
+        if _BY_NAME[name].kind == "STRING"
+    }
 
 
 def _end_ids(end_id: int | None) -> frozenset[int] | None:

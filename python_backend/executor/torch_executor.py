@@ -9,6 +9,7 @@ the tables that its slots name. Guarantee on a CPU: a row's result depends on it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +21,12 @@ from engine.network import Network
 from engine.network.decoder import DecoderOutput
 from engine.network.draft import DraftOutput
 from engine.paged_cache import CachePools, PagedCache, StepTables
-from plugins.sample import sample
 from python_backend.drafting.verification import verify
+from python_backend.generation.rows import LogitRows
+from python_backend.generation.sampler import Choice, Sampler
 from python_backend.kv.groups import ragged_columns
-from python_backend.step_plan import DraftBlocks, SamplingArrays, StepPlan, StepResult
+from python_backend.request import LogProbs
+from python_backend.step_plan import DraftBlocks, StepPlan, StepResult
 
 
 class DraftContext(NamedTuple):
@@ -40,24 +43,35 @@ class PagedExecutor(ABC):
     def __init__(self, pools: CachePools, *, device: str = "cpu") -> None:
         self._pools = pools
         self._device = device
+        self._sampler = Sampler(pools.tails.shape[0], pools.layout.config.vocab_size, device=device)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         arrays, num_drafts = plan.arrays, plan.num_drafts
+        for beginning in plan.beginnings:
+            self._sampler.begin(*beginning)
         batch = arrays.to_torch(self._device, num_drafts=num_drafts)
         tables = self._step_tables(plan)
         output = self._forward(batch, tables)
         tokens = np.full(arrays.num_requests, -1, dtype=np.int32)
         num_accepted = np.zeros(arrays.num_requests, dtype=np.int64)
         wanted = np.flatnonzero(arrays.wants_logits)
+        logprobs: Mapping[int, LogProbs] = {}
         if len(wanted):
-            choices = self._sample(output.logits, _of_logit_rows(plan, wanted))
+            rows = LogitRows.of_step(
+                plan.slots[wanted].astype(np.int64),
+                plan.sampling.output_index[wanted],
+                _drafts_of(plan),
+                num_drafts[wanted],
+            )
+            choices, logprobs = self._choose(output.logits, rows)
             verified = verify(choices, _drafts_of(plan), num_drafts[wanted])
             tokens[wanted], num_accepted[wanted] = verified.tokens, verified.num_accepted
+            self._sampler.append(rows, verified.num_accepted, verified.tokens)
         drafts = None
         if plan.wants_drafts.any():
             drafts = self._propose(plan, batch, tables, output, tokens, num_accepted)
-        return StepResult(tokens, num_accepted, drafts)
+        return StepResult(tokens, num_accepted, drafts, logprobs)
 
     @abstractmethod
     def _forward(self, batch: RaggedBatch, tables: StepTables) -> DecoderOutput:
@@ -80,18 +94,9 @@ class PagedExecutor(ABC):
             window_pages=self._tensor(plan.tables.window_pages[plan.slots]),
         )
 
-    def _sample(self, logits: torch.Tensor, arrays: SamplingArrays) -> npt.NDArray[np.int32]:
-        """One choice per row of logits [Tl, vocab], to which `arrays` belong row by row."""
-        tokens = sample(
-            logits,
-            self._tensor(arrays.temperature),
-            self._tensor(arrays.top_k),
-            self._tensor(arrays.top_p),
-            self._tensor(np.zeros_like(arrays.top_p)),  # min_p
-            self._tensor(arrays.seed.view(np.int64)),
-            self._tensor(arrays.output_index),
-        )
-        return tokens.to(torch.int32).cpu().numpy()
+    def _choose(self, logits: torch.Tensor, rows: LogitRows) -> Choice:
+        """One token per row of logits [Tl, vocab], which are those of `rows`."""
+        return self._sampler.choose(logits, rows)
 
     def _propose(
         self,
@@ -151,14 +156,6 @@ class TorchExecutor(PagedExecutor):
         cache = PagedCache(self._pools, tables)
         self._network.store_draft_context(*context, cache)
         return None if anchors is None else self._network.draft(anchors, cache)
-
-
-def _of_logit_rows(plan: StepPlan, wanted: npt.NDArray[np.int64]) -> SamplingArrays:
-    """The sampling of each logit row: behind draft k comes output k + 1 of the step."""
-    counts = plan.num_drafts[wanted] + 1
-    starts = np.cumsum(counts) - counts
-    behind = np.arange(counts.sum()) - np.repeat(starts, counts)
-    return plan.sampling.of_rows(np.repeat(wanted, counts), behind)
 
 
 def _drafts_of(plan: StepPlan) -> npt.NDArray[np.int32]:

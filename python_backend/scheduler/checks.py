@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from python_backend.request import Request, RequestError, SamplingParams
+from python_backend.generation.checks import check_sampling
+from python_backend.request import Request, RequestError
 from python_backend.scheduler.slots import MAX_END_IDS
 from python_backend.settings import CoreLimits
 
@@ -15,7 +14,7 @@ def check_request(request: Request, limits: CoreLimits) -> None:
     """Raise RequestError for what this core can never serve."""
     _check_prompt(request, limits)
     _check_lengths(request, limits)
-    _check_sampling(request.sampling)
+    check_sampling(request.sampling, limits.vocab_size)
     if len(request.end_ids) > MAX_END_IDS:
         raise RequestError(
             "too_many_end_ids",
@@ -65,25 +64,4 @@ def _check_lengths(request: Request, limits: CoreLimits) -> None:
             f"expected a request of at most {pages * limits.global_page_tokens} tokens, what the "
             f"whole cache holds, got {num_prompt_tokens} + {max_tokens}; shorten it or give the "
             "server more cache memory",
-        )
-
-
-def _check_sampling(sampling: SamplingParams) -> None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise RequestError(
-            "invalid_sampling",
-            f"expected a finite temperature ≥ 0 (0 is greedy), got {sampling.temperature}",
-        )
-    if not 0 <= sampling.top_k < 1 << 31:
-        raise RequestError(
-            "invalid_sampling", f"expected top_k from 0 (off) to 2^31 − 1, got {sampling.top_k}"
-        )
-    if not 0 < sampling.top_p <= 1:
-        raise RequestError(
-            "invalid_sampling",
-            f"expected top_p above 0 and at most 1 (off), got {sampling.top_p}",
-        )
-    if not 0 <= sampling.seed < 1 << 64:
-        raise RequestError(
-            "invalid_sampling", f"expected a seed from 0 to 2^64 − 1, got {sampling.seed}"
         )

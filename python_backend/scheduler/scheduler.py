@@ -30,7 +30,7 @@ from python_backend.scheduler.slots import NEVER, SlotTable
 from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import DraftBlocks, StepPlan, StepResult
+from python_backend.step_plan import Beginning, DraftBlocks, StepPlan, StepResult
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -121,12 +121,14 @@ class Scheduler:
         arrays = self._slots.step_arrays(slots, counts, num_decodes)
         num_drafts = np.zeros(len(slots), dtype=np.int64)
         num_drafts[:num_decodes] = counts[:num_decodes] - 1
+        fresh = self._slots.fresh[slots]
         plan = StepPlan(
             arrays=arrays,
             slots=slots.astype(np.int32),
-            fresh=self._slots.fresh[slots],
+            fresh=fresh,
             tables=self.residency.tables,
             sampling=self._slots.sampling_arrays(slots),
+            beginnings=[self._beginning(slot) for slot in slots[fresh].tolist()],
             num_drafts=num_drafts,
             wants_drafts=self._wants_drafts(slots),
         )
@@ -237,6 +239,10 @@ class Scheduler:
             return np.zeros(len(slots), dtype=bool)
         wants: BoolArray = self._slots.draft_room(slots) >= 2
         return wants
+
+    def _beginning(self, slot: int) -> Beginning:
+        tracked: TrackedRequest = self._slots.requests[slot]
+        return Beginning(slot, tracked.request, tracked.tokens[: tracked.num_tokens])
 
     def _preempt(self, slot: int) -> None:
         tracked = self._vacate(slot)

@@ -62,9 +62,6 @@ class SlotTable:
         self.decoder_floor = zeros()
         self.write_floor = zeros()
         self.fresh: BoolArray = np.zeros(num_slots, dtype=bool)
-        self.temperature = np.zeros(num_slots, dtype=np.float32)
-        self.top_k = np.zeros(num_slots, dtype=np.int32)
-        self.top_p = np.ones(num_slots, dtype=np.float32)
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.end_ids = np.full((1, num_slots), -1, dtype=np.int32)  # one row per end id
         self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
@@ -87,11 +84,7 @@ class SlotTable:
         self.fresh[slot] = True
         self.num_drafts[slot] = 0
         self.speculates[slot] = tracked.request.speculative
-        sampling = tracked.request.sampling
-        self.temperature[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.seed[slot] = sampling.seed
+        self.seed[slot] = tracked.request.sampling.seed
         self._load_end_ids(slot, tracked.request.end_ids)
         positions = np.arange(max(0, num_tokens - RING_TOKENS), num_tokens)
         self._ring[slot, positions % RING_TOKENS] = tracked.tokens[positions]
@@ -193,9 +186,6 @@ class SlotTable:
 
     def sampling_arrays(self, slots: Int64Array) -> SamplingArrays:
         return SamplingArrays(
-            temperature=self.temperature[slots],
-            top_k=self.top_k[slots],
-            top_p=self.top_p[slots],
             seed=self.seed[slots],
             output_index=self.num_tokens[slots] - self.num_prompt_tokens[slots],
         )

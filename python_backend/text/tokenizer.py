@@ -70,6 +70,11 @@ class TextTokenizer:
             ids = [self._bos_id, *ids]
         return np.array(ids, dtype=np.int32)
 
+    def encode_word(self, text: str) -> list[int]:
+        """Ids of a piece of text as it stands inside another: no special tokens are added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def encode_rendered(self, text: str) -> Int32Array:
         """Ids of a rendered chat, int32 [n]: it brings all its special strings itself.
 

@@ -14,9 +14,11 @@ from engine.network import Network
 from engine.paged_cache import CachePools
 from python_backend.core import EngineCore
 from python_backend.executor.torch_executor import TorchExecutor
+from python_backend.generation.rows import LogitRows
+from python_backend.generation.sampler import Choice
 from python_backend.request import Request, SamplingParams
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import SamplingArrays
+from python_backend.step_plan import StepPlan, StepResult
 from tests.python_backend.serving import Int32Array, Stream, limits
 
 VOCAB = 512
@@ -33,11 +35,17 @@ class RecordingExecutor(TorchExecutor):
     def __init__(self, network: Network, pools: CachePools) -> None:
         super().__init__(network, pools)
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
+        self.seeds: dict[int, int] = {}
 
-    def _sample(self, logits: torch.Tensor, arrays: SamplingArrays) -> Int32Array:
-        keys = zip(arrays.seed.tolist(), arrays.output_index.tolist(), strict=True)
+    def run(self, plan: StepPlan) -> StepResult:
+        self.seeds = dict(zip(plan.slots.tolist(), plan.sampling.seed.tolist(), strict=True))
+        return super().run(plan)
+
+    def _choose(self, logits: torch.Tensor, rows: LogitRows) -> Choice:
+        seeds = [self.seeds[slot] for slot in rows.slots.tolist()]
+        keys = zip(seeds, rows.output_index.tolist(), strict=True)
         self.logits.update(zip(keys, logits.clone(), strict=True))
-        return super()._sample(logits, arrays)
+        return super()._choose(logits, rows)
 
 
 class RealCore(EngineCore):

@@ -22,6 +22,8 @@ from engine.config_reader import read_config_file
 from engine.directory import Engine
 from engine.manifest import EngineError
 from python_backend import service
+from python_backend.generation.answer import AnswerText
+from python_backend.generation.options import Shown
 from python_backend.request import Delta, FinishReason, Request, RequestError, SamplingParams
 from python_backend.responses import Outputs, Responder, ResponseStream
 from python_backend.service import ServedModel, settings_for
@@ -142,9 +144,8 @@ def ask(model: ServedModel) -> Iterator[Any]:
             reply=client,
             num_input_tokens=20,
             streamed=streamed,
-            detokenizer=model.text.detokenizer(),
-            return_num_input_tokens=True,
-            return_num_output_tokens=False,
+            text=AnswerText(model.text.detokenizer(), None, 0),
+            shown=Shown(num_output_tokens=False),
         )
         responder.open(stream)
         deliver = partial(responder.deliver, stream)
@@ -201,7 +202,7 @@ def test_a_last_delta_that_cannot_be_sent_ends_its_stream(breaks_after: int) -> 
     responder.start()
     sends_break = breaks_after == 1
     detokenizer = Detokenizer([b"a", b"b"]) if sends_break else BrokenAtTheEnd([b"a", b"b"])
-    stream = ResponseStream("k", "k", client, 1, True, detokenizer, True, True)
+    stream = ResponseStream("k", "k", client, 1, True, AnswerText(detokenizer, None, 0))
     responder.open(stream)
     responder.deliver(stream, Delta(np.array([0], np.int32), 0))
     responder.deliver(stream, Delta(np.array([1], np.int32), 0, FinishReason.LENGTH))

@@ -13,7 +13,9 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from python_backend import wire
-from python_backend.request import RequestError
+from python_backend.generation.defaults import DefaultsError, generation_defaults
+from python_backend.generation.options import GenerationOptions, Shown
+from python_backend.request import RequestError, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "model_repository/deepseek_v41/config.pbtxt"
@@ -58,32 +60,105 @@ def test_defaults() -> None:
     assert request.input_ids.tolist() == [1, 2, 3]
     assert request.input_ids.dtype == np.int32
     assert (request.max_tokens, request.stream, request.end_ids) == (16, False, None)
-    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (
-        0.0,
-        0,
-        1.0,
-    )
+    options = request.options
+    assert options == GenerationOptions(SamplingParams(seed=options.sampling.seed))
+    assert request.shown == Shown()
 
 
 def test_everything_given() -> None:
     request = wire.read_request(
         tensors(
             text_input="Grüße".encode(), max_tokens=7, stream=True, temperature=0.5, top_k=3,
-            top_p=0.25, seed=2**64 - 1, end_id=5, pad_id=2, beam_width=1, stop_words=[b""],
-            min_tokens=1, return_num_input_tokens=False,
+            top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.5,
+            presence_penalty=0.5, frequency_penalty=-0.25, logit_bias=b'{"9": -1, "3": 0.5}',
+            embedding_bias_words=[b"ab"], embedding_bias_weights=[2.0],
+            bad_words=[b"", b"no"], min_tokens=4, stop_words=[b"Ende", b""],
+            include_stop_str_in_output=True, stop_token_ids=[5, 6], ignore_eos=True, end_id=5,
+            pad_id=2, beam_width=1, logprobs=3, return_num_input_tokens=False,
+            return_stop_reason=True, return_cumulative_logprob=True,
+            exclude_input_in_output=False,
         ),
         {},
     )  # fmt: skip
     assert (request.text, request.input_ids) == ("Grüße", None)
     assert (request.max_tokens, request.stream, request.end_ids) == (7, True, frozenset({5}))
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (
-        0.5,
-        3,
-        0.25,
-        2**64 - 1,
+    assert request.options == GenerationOptions(
+        SamplingParams(
+            temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1,
+            repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.25,
+            logit_bias=((3, 0.5), (9, -1.0)), min_tokens=4, logprobs=3,
+        ),
+        bad_words=("no",), bias_words=(("ab", 2.0),), stop_strings=("Ende",), include_stop=True,
+        stop_token_ids=frozenset({5, 6}), ignore_eos=True,
+    )  # fmt: skip
+    assert request.options.end_ids(frozenset({1})) == frozenset({5, 6})
+    assert request.shown == Shown(
+        prompt=True, num_input_tokens=False, stop_reason=True, log_probs=True,
+        cumulative_logprob=True,
+    )  # fmt: skip
+
+
+def test_words_become_tokens() -> None:
+    """A bad word in both its forms; each token of a bias word is moved, its repetition twice."""
+    options = wire.read_request(
+        tensors(
+            bad_words=[b"ab"], embedding_bias_words=[b"aa", b"b"],
+            embedding_bias_weights=[1.0, -3.0], logit_bias=b'{"97": 0.5}',
+        ),
+        {},
+    ).options  # fmt: skip
+    sampling = options.resolve(lambda text: list(text.encode()))
+    assert sampling.bad_words == ((32, 97, 98), (97, 98))
+    assert sampling.logit_bias == ((97, 2.5), (98, -3.0))
+
+
+def test_the_names_of_the_llmapi_model() -> None:
+    request = wire.read_request(
+        tensors(
+            text_input=b"a", streaming=True, stop=[b"."], sampling_param_temperature=0.5,
+            sampling_param_top_k=4, sampling_param_top_p=0.75, sampling_param_max_tokens=9,
+            sampling_param_frequency_penalty=0.5, sampling_param_presence_penalty=0.25,
+            sampling_param_seed=3, sampling_param_exclude_input_from_output=False,
+            sampling_param_best_of=1, return_finish_reason=False,
+        ),
+        {},
+    )  # fmt: skip
+    assert (request.stream, request.max_tokens) == (True, 9)
+    assert request.options == GenerationOptions(
+        SamplingParams(
+            temperature=0.5, top_k=4, top_p=0.75, seed=3, frequency_penalty=0.5,
+            presence_penalty=0.25,
+        ),
+        stop_strings=(".",),
+    )  # fmt: skip
+    assert request.shown == Shown(prompt=True, finish_reason=False)
+    assert wire.read_request(tensors(min_length=3), {}).options.sampling.min_tokens == 3
+    assert "one min_tokens, got min_tokens 2 and min_length 3" in refusal(
+        tensors(min_tokens=2, min_length=3)
     )
-    assert (request.return_num_input_tokens, request.return_num_output_tokens) == (False, True)
+    assert wire.read_request(tensors(stop=[b"."], stop_words=[b"."]), {}).options.stop_strings == (
+        ".",
+    )
+
+
+def test_what_is_left_out_is_the_checkpoints() -> None:
+    config = {
+        "temperature": 0.75, "top_p": 0.5, "top_k": 20, "repetition_penalty": 1.25,
+        "max_new_tokens": 33, "eos_token_id": 1, "do_sample": True, "min_p": None,
+    }  # fmt: skip
+    defaults = generation_defaults(config, 512)
+    request = wire.read_request(tensors(top_p=0.25), {}, defaults)
+    sampling = request.options.sampling
+    assert request.max_tokens == 33
+    assert sampling == SamplingParams(
+        temperature=0.75, top_p=0.25, top_k=20, repetition_penalty=1.25, seed=sampling.seed
+    )
+    greedy = generation_defaults(config | {"do_sample": False}, 512)
+    assert greedy.sampling.temperature == 0.0
+    with pytest.raises(DefaultsError, match=r"expected top_p above 0 .*, got 2.0"):
+        generation_defaults({"top_p": 2.0}, 512)
+    with pytest.raises(DefaultsError, match="expected top_k to be a number, got 'x'"):
+        generation_defaults({"top_k": "x"}, 512)
 
 
 def test_an_end_id_of_minus_one_means_that_nothing_ends_it() -> None:
@@ -91,12 +166,12 @@ def test_an_end_id_of_minus_one_means_that_nothing_ends_it() -> None:
 
 
 def test_the_older_name_of_the_seed() -> None:
-    assert wire.read_request(tensors(random_seed=8), {}).sampling.seed == 8
-    assert "seed 7 and random_seed 8" in refusal(tensors(seed=7, random_seed=8))
+    assert wire.read_request(tensors(random_seed=8), {}).options.sampling.seed == 8
+    assert "one seed, got seed 7 and random_seed 8" in refusal(tensors(seed=7, random_seed=8))
 
 
 def test_requests_without_a_seed_differ() -> None:
-    seeds = {wire.read_request(tensors(), {}).sampling.seed for _ in range(8)}
+    seeds = {wire.read_request(tensors(), {}).options.sampling.seed for _ in range(8)}
     assert len(seeds) == 8
 
 
@@ -109,12 +184,16 @@ def test_requests_without_a_seed_differ() -> None:
         ({"text_input": b"ab\xff"}, "text_input as UTF-8, got byte 0xff at 2"),
         ({"beam_width": 2}, "beam_width to be 1 or not sent, got 2"),
         ({"num_return_sequences": 3}, "num_return_sequences to be 1 or not sent, got 3"),
-        ({"repetition_penalty": 1.5}, "repetition_penalty to be 1.0 or not sent, got 1.5"),
-        ({"frequency_penalty": np.nan}, "frequency_penalty to be 0.0 or not sent, got nan"),
-        ({"min_tokens": 2}, "min_tokens to be 0 or 1 or not sent, got 2"),
-        ({"stop_words": [b"", b"end"]}, "stop_words to be '' or not sent, got 'end'"),
-        ({"return_log_probs": True}, "return_log_probs to be False or not sent, got True"),
-        ({"exclude_input_in_output": False}, "exclude_input_in_output to be True or not sent"),
+        ({"stop_words": [b"a"] * 17}, "at most 16 stop_words, got 17"),
+        ({"stop_words": [b"a" * 1025]}, "stop_words of at most 1024 bytes, got 1025"),
+        ({"stop_words": [b"\xff"]}, "stop_words as UTF-8"),
+        ({"embedding_bias_words": [b"a"]}, "as many embedding_bias_weights .*, got 0 and 1"),
+        ({"logit_bias": b"{"}, "logit_bias as a JSON object, but .*; correct the JSON"),
+        ({"logit_bias": b"[1]"}, "logit_bias as a JSON object, got '\\[1\\]'"),
+        ({"logit_bias": b'{"a": 1}'}, "numbers by token id, got 'a': 1"),
+        ({"logit_bias": b'{"-1": 1}'}, "numbers by token id, got '-1': 1"),
+        ({"logit_bias": b'{"1": true}'}, "numbers by token id, got '1': True"),
+        ({"guided_decoding_guide": b"x"}, "guided_decoding_guide to be '' or not sent"),
         ({"guided_decoding_guide": b"\xff"}, "guided_decoding_guide as UTF-8"),
     ],
 )  # fmt: skip
