@@ -99,7 +99,7 @@ def _plan_backend(build: BuildConfig) -> PlanBackend:
         )
     if importlib.util.find_spec("onnx") is None:
         raise ConfigError(
-            "plans: expected the package onnx, found none; pip install 'dsv41-triton[plans]'"
+            "plans: expected the package onnx, found none; in a checkout, pip install '.[plans]'"
         )
     return usable_backend()
 

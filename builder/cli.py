@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 DEFAULT_MAX_BATCH_SIZE = 64
 DEFAULT_MAX_NUM_TOKENS = 8192
+_NEEDED = ("torch", "safetensors", "tokenizers", "yaml")  # the client's installation has none
 CONFIG_HELP = "tiny, medium, full or a configuration file"
 
 
@@ -35,11 +36,16 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 0 or 1."""
     args = _parser().parse_args(argv)
+    complaint: str | None
     try:
         from builder.commands import run_command  # loads torch, which --help can do without
 
         complaint = run_command(args)
-    except KeyboardInterrupt:  # while torch is loaded
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        complaint = f"{error.name} is not installed; in a checkout, pip install '.[server]'"
+    except KeyboardInterrupt:  # also while torch is loaded
         complaint = "interrupted"
     if complaint is None:
         return 0

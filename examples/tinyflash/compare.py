@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from client.plot import require_matplotlib
 from examples.tinyflash import scoring
 from examples.tinyflash.evaluation import Report, aligned
 from examples.tinyflash.scoring import PairedDifference
@@ -25,7 +26,8 @@ def read(path: Path) -> Named:
     """A report with its file's name. Raises ValueError for a file that holds none."""
     try:
         loaded = json.loads(path.read_text())
-        loaded["asked"], loaded["correct"], loaded["accuracy"], loaded["task"]
+        f"{loaded['asked']} {loaded['task']} {set(loaded['correct'])}"
+        f"{loaded['accuracy']:f} {loaded['stderr']:f} {loaded['n']:d}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"expected a report of evaluate or dsv41-client eval in {path}, got "
@@ -39,13 +41,27 @@ def paired(base: Report, other: Report) -> PairedDifference:
 
     Raises ValueError when they answer other questions.
     """
-    if base["asked"] != other["asked"]:
+    check_questions(base, other["asked"])
+    a, b = ([digit == "1" for digit in report["correct"]] for report in (base, other))
+    return scoring.compare(a, b)
+
+
+def check_questions(base: Report, asked: str) -> None:
+    """Raises ValueError unless `base` answers the questions of that digest."""
+    if base["asked"] != asked:
         raise ValueError(
             "expected reports on the same questions, got others; use equal --task, --limit, --seed "
             "and --document-tokens"
         )
-    a, b = ([digit == "1" for digit in report["correct"]] for report in (base, other))
-    return scoring.compare(a, b)
+
+
+def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
+    """Raises ValueError, before anything is asked, for a file that could not be written."""
+    if plot_file is not None:
+        require_matplotlib()
+    for path in (json_file, plot_file):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ValueError(f"expected a file in an existing folder, got {path}; make it first")
 
 
 def table(reports: Sequence[Named]) -> str:
@@ -101,13 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the accuracies")
     arguments = parser.parse_args(argv)
     try:
+        check_outputs(None, arguments.plot)
         reports = [read(path) for path in (arguments.base, *arguments.others)]
         print(table(reports))
-    except ValueError as error:
+        if arguments.plot:
+            plot(reports, arguments.plot)
+    except (ValueError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
-    if arguments.plot:
-        plot(reports, arguments.plot)
     return 0
 
 

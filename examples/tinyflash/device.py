@@ -19,7 +19,9 @@ from plugins.registry import OPERATORS, Operator
 
 @lru_cache(maxsize=1)
 def install() -> None:
-    """Take over the operators on CUDA tensors, once per process."""
+    """Take over the operators on CUDA tensors, once per process. ValueError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError("expected a CUDA device, found none; use the device cpu")
     from examples.tinyflash.training import compiled
 
     own = {name: entry.__dict__.get("kernel") for name, entry in OPERATORS.items()}

@@ -29,6 +29,7 @@ from examples.tinyflash.evaluation import (
     TASKS,
     Answer,
     Report,
+    digest,
     questions,
     report,
     table,
@@ -39,8 +40,9 @@ from examples.tinyflash.in_process import InProcess, Int32Array, origin
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
+        compare.check_outputs(arguments.json, arguments.plot)
         others = [compare.read(path) for path in arguments.compare]
-        made = evaluate(arguments)
+        made = evaluate(arguments, [report for _, report in others])
         print(table(made))
         if arguments.json:
             arguments.json.write_text(json.dumps(made, ensure_ascii=False, indent=1) + "\n")
@@ -49,17 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\n{compare.table(runs)}")
         if arguments.plot:
             compare.plot(runs, arguments.plot)
-    except ValueError as error:  # every refusal of engine, settings and questions is one
+    except (ValueError, OSError) as error:  # every refusal of engine, settings, questions is one
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("evaluate: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
-def evaluate(arguments: argparse.Namespace) -> Report:
-    """Ask and score. Raises ValueError with one sentence for what cannot be asked."""
+def evaluate(arguments: argparse.Namespace, others: Sequence[Report] = ()) -> Report:
+    """Ask and score. Raises ValueError with one sentence for what cannot be asked, and when one of
+    the `others` answers other questions."""
     asked = questions(
         arguments.task, arguments.limit, arguments.seed, tuple(arguments.document_tokens)
     )
+    for other in others:
+        compare.check_questions(other, digest([question.prompt for question in asked]))
     options: dict[str, Any] = {
         "dtype": arguments.dtype,
         "swa_bounded_replay": not arguments.no_swa_bounded_replay,

@@ -39,7 +39,8 @@ class InProcess:
 
     def __init__(self, engine_dir: Path, options: Mapping[str, Any], device: str = "cpu") -> None:
         """`options` are serve settings. Raises ValueError with one sentence for an engine or
-        settings that cannot be served, and for an engine without a tokenizer."""
+        settings that cannot be served, for an engine without a tokenizer, and for a GPU that is
+        not there."""
         if device != "cpu":
             device_operators.install()
             options = {"window_page_tokens": _DEVICE_PAGE_ROWS, **options}

@@ -6,8 +6,8 @@
         --device cuda
 
 Each run is one JSON file; files that exist are kept, so that an interrupted measurement goes on
-where it was. Cold answers come first and leave their prompts in the prefix cache; warm answers are
-to the same prompts again.
+where it was, unless another engine or other questions made them. Cold answers come first and leave
+their prompts in the prefix cache; warm answers are to the same prompts again.
 """
 
 from __future__ import annotations
@@ -149,13 +149,41 @@ def jobs(config: ModelConfig) -> list[Job | AcceptanceJob]:
     return made
 
 
-def missing(engine: Path, out: Path) -> list[Job | AcceptanceJob]:
-    """The runs that have not all their files in `out`."""
-    return [
-        job
-        for job in jobs(Engine.open(engine).config)
-        if not all((out / name).exists() for name in job.files.values())
-    ]
+def missing(engine: Path, out: Path, sizes: Sizes) -> list[Job | AcceptanceJob]:
+    """The runs that have not all their files in `out`.
+
+    Raises ValueError for fewer than two questions, and for a file that another engine, seed or
+    number of questions made: a page must not mix them.
+    """
+    if min(sizes.arithmetic, sizes.retrieval) < 2:
+        raise ValueError(
+            f"expected at least 2 questions of each kind, got {sizes.arithmetic} and "
+            f"{sizes.retrieval}; raise the numbers"
+        )
+    todo = []
+    for job in jobs(Engine.open(engine).config):
+        paths = [out / name for name in job.files.values()]
+        for path in filter(Path.exists, paths):
+            _check_kept(path, job, engine, sizes)
+        if not all(map(Path.exists, paths)):
+            todo.append(job)
+    return todo
+
+
+def _check_kept(path: Path, job: Job | AcceptanceJob, engine: Path, sizes: Sizes) -> None:
+    made = json.loads(path.read_text())
+    is_retrieval = isinstance(job, Job) and job.task == "retrieval"
+    wanted = {
+        "engine": origin(engine, "cpu")["engine"],
+        "seed": sizes.seed,
+        "n": sizes.retrieval if is_retrieval else sizes.arithmetic,
+    }
+    found = {"engine": made["settings"]["engine"], "seed": made["seed"], "n": made["n"]}
+    if found != wanted:
+        raise ValueError(
+            f"expected results of {wanted} in {path}, got {found}; give --out another folder or "
+            "remove the file"
+        )
 
 
 def measure(
@@ -237,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.arithmetic, options.retrieval, options.seed, tuple(options.document_tokens)
     )
     try:
-        todo = missing(options.engine, options.out)
+        todo = missing(options.engine, options.out, sizes)
         failed = 0
         for done, (job, error, seconds) in enumerate(
             measure(
@@ -256,6 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"measure: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("measure: interrupted; the same command goes on", file=sys.stderr)
+        return 130
     return 1 if failed else 0
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from engine.directory import Engine
 from engine.network import Network
 from engine.network.device import moved
 from examples.tinyflash import device as device_operators
+from examples.tinyflash.compare import check_outputs
 from examples.tinyflash.evaluation import ANSWER_TOKENS, digest, questions
 from examples.tinyflash.in_process import origin
 from examples.tinyflash.tokenizer import EOS_ID, encoder
@@ -229,7 +231,7 @@ def acceptance(
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--engine", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=64, help="arithmetic questions")
@@ -239,13 +241,19 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    made = acceptance(
-        options.engine, limit=options.limit, seed=options.seed, max_tokens=options.max_tokens,
-        dtype=options.dtype, device=options.device,
-    )  # fmt: skip
-    print(json.dumps(made, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(made, indent=1) + "\n")
+    try:
+        check_outputs(options.json, None)
+        made = acceptance(
+            options.engine, limit=options.limit, seed=options.seed, max_tokens=options.max_tokens,
+            dtype=options.dtype, device=options.device,
+        )  # fmt: skip
+        print(json.dumps(made, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps(made, indent=1) + "\n")
+    except (ValueError, OSError) as error:
+        print(f"speculate: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _user(content: str) -> dict[str, str]:
@@ -253,4 +261,4 @@ def _user(content: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

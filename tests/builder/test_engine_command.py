@@ -210,15 +210,28 @@ def test_interrupted_build_leaves_no_engine(
 def test_interrupted_while_torch_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Interrupting:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name == "builder.commands":
-                raise KeyboardInterrupt
-
-    monkeypatch.delitem(sys.modules, "builder.commands", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    fail_to_import(monkeypatch, "builder.commands", KeyboardInterrupt())
     assert main(["inspect", "--config", "tiny"]) == 1
     assert capsys.readouterr().err == "dsv41-build: interrupted\n"
+
+
+def test_in_the_installation_of_the_client(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_to_import(monkeypatch, "builder.commands", ModuleNotFoundError("No torch", name="torch"))
+    assert main(["inspect", "--config", "tiny"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "dsv41-build: torch is not installed; in a checkout, pip install '.[server]'"
+
+
+def fail_to_import(monkeypatch: pytest.MonkeyPatch, module: str, error: BaseException) -> None:
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == module:
+                raise error
+
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
 
 
 # -- ranks -----------------------------------------------------------------------------------------

@@ -213,3 +213,36 @@ def test_unknown_weights_are_not_left_behind_on_the_host() -> None:
 def test_refusals_are_one_sentence(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main([f"--engine={engine}", "--task=arithmetic", "--replay-length=-1"]) == 2
     assert "replay_length of at least 0, got -1" in capsys.readouterr().err
+
+
+def test_what_cannot_be_finished_is_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before the engine, which does not exist, is missed."""
+    (tmp_path / "other.json").write_text(json.dumps(made([""] * 5)))
+    asked = [f"--engine={tmp_path / 'no engine'}", "--task=arithmetic", "--limit=2"]
+    for options, words in (
+        ([f"--json={tmp_path}"], "expected a file in an existing folder"),
+        ([f"--plot={tmp_path / 'none' / 'x.svg'}"], "expected a file in an existing folder"),
+        ([f"--compare={tmp_path / 'other.json'}"], "expected reports on the same questions"),
+        ([], "expected an engine directory"),
+    ):
+        assert evaluate.main([*asked, *options]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [f"--engine={engine}", "--task=arithmetic", "--limit=2", "--device=cuda"]
+    assert evaluate.main(asked) == 2
+    assert capsys.readouterr().err == (
+        "evaluate: expected a CUDA device, found none; use the device cpu\n"
+    )
+
+
+@pytest.mark.parametrize("field", ["accuracy", "stderr", "n"])
+def test_reports_whose_numbers_are_none(tmp_path: Path, field: str) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(made([""] * 5) | {field: "much"}))
+    with pytest.raises(ValueError, match=r"expected a report .*r\.json"):
+        compare.read(tmp_path / "r.json")

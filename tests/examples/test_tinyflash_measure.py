@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -54,14 +55,16 @@ def test_what_is_there_is_kept(
     failing = Job("arithmetic", "replay-16", {"replay_length": -1})
     last = Job("retrieval", "replay-0", {"replay_length": 0}, caches=both)
     monkeypatch.setattr(measure, "jobs", lambda config: [there, failing, last])
+    digest = hashlib.sha256((engine / "manifest.json").read_bytes()).hexdigest()[:16]
+    kept = json.dumps({"seed": 9, "n": 2, "settings": {"engine": digest}, "kept": True})
     for name in there.files.values():
-        (tmp_path / name).write_text("kept")
-    todo = measure.missing(engine, tmp_path)
+        (tmp_path / name).write_text(kept)
+    todo = measure.missing(engine, tmp_path, SIZES)
     ended = list(measure.measure(todo, engine, tmp_path, SIZES, device="cpu", workers=1))
     assert [job for job, _, _ in ended] == [failing, last]
     assert "replay_length of at least 0, got -1" in (ended[0][1] or "")
     assert ended[1][1] is None
-    assert (tmp_path / there.files["cold"]).read_text() == "kept"
+    assert (tmp_path / there.files["cold"]).read_text() == kept
     assert {path.name for path in tmp_path.iterdir()} == {
         *there.files.values(), *last.files.values()
     }  # fmt: skip
@@ -72,6 +75,34 @@ def test_what_is_there_is_kept(
     assert warm["settings"]["warm"] is True
     # An untrained model answers nothing, so the mistakes that are kept are all records.
     assert [record["correct"] for record in cold["records"]] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 8}, "'seed': 8"),
+        ({"n": 3}, "'n': 3"),
+        ({"settings": {"engine": "another"}}, "'engine': 'another'"),
+    ],
+)
+def test_results_of_other_engines_and_questions_are_not_kept(
+    engine: Path,
+    tmp_path: Path,
+    change: dict[str, object],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    digest = hashlib.sha256((engine / "manifest.json").read_bytes()).hexdigest()[:16]
+    made = {"seed": 9, "n": 2, "settings": {"engine": digest}} | change
+    (tmp_path / "acceptance.float64.json").write_text(json.dumps(made))
+    asked = ["--arithmetic=2", "--retrieval=2", "--seed=9"]
+    assert measure.main([f"--engine={engine}", f"--out={tmp_path}", *asked]) == 2
+    assert words in capsys.readouterr().err.partition("got")[2]
+
+
+def test_too_few_questions_are_refused(engine: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 2 questions of each kind, got 2 and 1"):
+        measure.missing(engine, tmp_path, Sizes(2, 1, 0))
 
 
 def test_acceptance(engine: Path) -> None:

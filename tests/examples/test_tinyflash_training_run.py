@@ -177,6 +177,12 @@ def test_probes_hold_questions_of_every_kind() -> None:
     assert 7500 < longest <= 8192
 
 
+def test_a_run_that_saved_nothing_has_no_weights(tmp_path: Path) -> None:
+    """Exported, they would be the random ones that training begins with."""
+    with pytest.raises(ValueError, match=r"expected weights0\.pt"):
+        load_weights_parts(tmp_path / "mistyped")
+
+
 def test_saving_replaces_the_whole_state(config: ModelConfig, tmp_path: Path) -> None:
     trainer = trainer_of(config)
     save(trainer, tmp_path)

@@ -51,9 +51,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     config = model_config()
-    parameters = Parameters(config, initial_weights(config, 0), "cpu")
-    parameters.restore(load_weights_parts(options.weights))
-    export(config, parameters, options.out, Progress())
+    try:
+        trained = load_weights_parts(options.weights)
+        parameters = Parameters(config, initial_weights(config, 0), "cpu")
+        parameters.restore(trained)
+        export(config, parameters, options.out, Progress())
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"export: {error}\n")
 
 
 if __name__ == "__main__":

@@ -237,9 +237,12 @@ def save_weights(parameters: Parameters, step: int, out: Path) -> None:
 
 
 def load_weights_parts(directory: Path) -> dict[str, torch.Tensor]:
+    """What `save_weights` wrote. Raises ValueError where it wrote nothing."""
     leaves: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("weights*.pt")):
         leaves |= torch.load(file, map_location="cpu")["leaves"]
+    if not leaves:
+        raise ValueError(f"expected weights0.pt … of a training run in {directory}, found none")
     return leaves
 
 
