@@ -33,17 +33,19 @@ def padded(size: int, least: int = 16) -> int:
 
 class Limits(NamedTuple):
     """shared_memory: bytes that one program may take. tensor_memory: whether large products put
-    their sums there (compute capability 10), of which there are 512 columns."""
+    their sums there (compute capability 10), of which there are 512 columns. float8: whether
+    products take E4M3 operands (from 8.9 on)."""
 
     shared_memory: int
     tensor_memory: bool
+    float8: bool
 
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
     """Of a CUDA device; of a CPU, where kernels are interpreted, none."""
     if device.type != "cuda":
-        return Limits(1 << 30, False)
+        return Limits(1 << 30, False, True)
     properties = runtime.driver.active.utils.get_device_properties(device.index or 0)
     capability = torch.cuda.get_device_capability(device)
-    return Limits(int(properties["max_shared_mem"]), capability[0] == 10)
+    return Limits(int(properties["max_shared_mem"]), capability[0] == 10, capability >= (8, 9))

@@ -33,6 +33,24 @@ def e2m1_pair(byte):
 
 
 @triton.jit
+def _half_pair(bits):
+    low = (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (bits >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def e2m1_word(word):
+    """The eight codes of uint32 words, first to last, as e2m1_pair gives them. Two codes of a word
+    are moved at a time, which halves the work of single bytes."""
+    e0, e4 = _half_pair(((word << 9) & 0x0E000E00) | ((word << 12) & 0x80008000))
+    e1, e5 = _half_pair(((word << 5) & 0x0E000E00) | ((word << 8) & 0x80008000))
+    e2, e6 = _half_pair(((word << 1) & 0x0E000E00) | ((word << 4) & 0x80008000))
+    e3, e7 = _half_pair(((word >> 3) & 0x0E000E00) | (word & 0x80008000))
+    return e0, e1, e2, e3, e4, e5, e6, e7
+
+
+@triton.jit
 def e4m3(byte):
     """float32 values of int32 codes, 2^−8 of what they stand for. The two NaN codes read as ±480:
     in a record they occur only in groups whose scale is NaN."""

@@ -19,6 +19,7 @@ from plugins.device.numbers import (
     E2M1_UNIT,
     E4M3_UNIT,
     e2m1_pair,
+    e2m1_word,
     e4m3,
     e4m3_scale,
     e8m0_scale,
@@ -30,13 +31,17 @@ VALUES = tl.constexpr(0)
 NVFP4 = tl.constexpr(1)  # main entries: E2M1, an E4M3 scale per 16
 MXFP8 = tl.constexpr(2)  # window rows: E4M3, an E8M0 scale per 32
 MXFP4 = tl.constexpr(3)  # index keys: E2M1, an E8M0 scale per 32
+# The same FP4 rows where words of four bytes are aligned, as the released sizes are.
+NVFP4_WORDS = tl.constexpr(4)
+MXFP4_WORDS = tl.constexpr(5)
+_WORDS = {1: 4, 3: 5}
 _FORMATS = {"main": 1, "window": 2, "index": 3}
 
 
 class DeviceRows(NamedTuple):
     """Slot s is row s % rows_per_page of page s // rows_per_page; strides count elements of
     `data`. `rounding` is the format that a written row goes through, `stored` the one that it is
-    kept in: packed rows in the same, value rows in VALUES."""
+    kept in: packed rows in the same, or its form in words, value rows in VALUES."""
 
     data: torch.Tensor
     page_stride: int
@@ -56,6 +61,8 @@ def device_rows(store: RowStore) -> DeviceRows | None:
     rounding = 0 if layout is None else _FORMATS.get(layout.name, -1)
     if isinstance(store, PackedRows):
         data, stored = store.data, rounding
+        if _words_are_aligned(data, store.width):
+            stored = _WORDS.get(stored, stored)
     elif isinstance(store, ValueRows) and store.values.dtype != torch.float64:
         data, stored = store.values, 0
     else:
@@ -64,6 +71,11 @@ def device_rows(store: RowStore) -> DeviceRows | None:
         return None
     rows_per_page = 1 if data.dim() == 2 else data.shape[1]
     return DeviceRows(data, data.stride(0), rows_per_page, data.stride(-2), stored, rounding)
+
+
+def _words_are_aligned(data: torch.Tensor, width: int) -> bool:
+    strides = (data.data_ptr(), *data.stride()[:-1], width // 2)
+    return all(stride % 4 == 0 for stride in strides)
 
 
 @triton.jit
@@ -85,21 +97,34 @@ def load_rows(
     N: tl.constexpr = slots.shape[0]
     there = slots >= 0
     row = data + row_offsets(tl.maximum(slots, 0), page_stride, ROWS, ROW)
-    if (STORED == NVFP4) | (STORED == MXFP4):
-        BYTES: tl.constexpr = 8 if STORED == NVFP4 else 16
+    IS_NV: tl.constexpr = (STORED == NVFP4) | (STORED == NVFP4_WORDS)
+    IS_MX: tl.constexpr = (STORED == MXFP4) | (STORED == MXFP4_WORDS)
+    if IS_NV | IS_MX:
+        BYTES: tl.constexpr = 8 if IS_NV else 16  # of a group
         GROUPS: tl.constexpr = PAIRS // BYTES
         group = tl.arange(0, GROUPS)
-        byte = group[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-        read = there[:, None, None] & (byte < WIDTH // 2)[None, :, :]
-        codes = tl.load(row[:, None, None] + byte[None, :, :], mask=read, other=0).to(tl.int32)
         read_scale = there[:, None] & (group < WIDTH // 2 // BYTES)[None, :]
         scale_at = row[:, None] + WIDTH // 2 + group[None, :]
         scale_byte = tl.load(scale_at, mask=read_scale, other=0).to(tl.int32)
-        scale = e4m3_scale(scale_byte) if STORED == NVFP4 else e8m0_scale(scale_byte)
-        scale *= E2M1_UNIT
-        even, odd = e2m1_pair(codes)
-        even = (even * scale[:, :, None]).reshape(N, PAIRS)
-        odd = (odd * scale[:, :, None]).reshape(N, PAIRS)
+        scale = e4m3_scale(scale_byte) if IS_NV else e8m0_scale(scale_byte)
+        scale = (scale * E2M1_UNIT)[:, :, None]
+        if (STORED == NVFP4) | (STORED == MXFP4):
+            byte = group[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+            read = there[:, None, None] & (byte < WIDTH // 2)[None, :, :]
+            codes = tl.load(row[:, None, None] + byte[None, :, :], mask=read, other=0)
+            even, odd = e2m1_pair(codes.to(tl.int32))
+            even, odd = even * scale, odd * scale
+        else:
+            WORDS: tl.constexpr = BYTES // 4
+            word = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+            read = there[:, None, None] & (word < WIDTH // 8)[None, :, :]
+            words = row.to(tl.pointer_type(tl.uint32), bitcast=True)
+            codes = tl.load(words[:, None, None] + word[None, :, :], mask=read, other=0)
+            e0, e1, e2, e3, e4, e5, e6, e7 = e2m1_word(codes)
+            # The last two dims count in which half of the word, and where in it.
+            even = tl.join(tl.join(e0 * scale, e4 * scale), tl.join(e2 * scale, e6 * scale))
+            odd = tl.join(tl.join(e1 * scale, e5 * scale), tl.join(e3 * scale, e7 * scale))
+        even, odd = even.reshape(N, PAIRS), odd.reshape(N, PAIRS)
     else:
         column = tl.arange(0, 2 * PAIRS)
         read = there[:, None] & (column < WIDTH)[None, :]

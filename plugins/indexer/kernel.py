@@ -16,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins.device.launch import INTERPRETED, needs_reference, padded, unit_stride
-from plugins.device.rows import device_rows, load_rows
+from plugins.device.launch import INTERPRETED, limits, needs_reference, padded, unit_stride
+from plugins.device.rows import MXFP4_WORDS, DeviceRows, device_rows, load_rows
+from plugins.indexer.kernel_float8 import WIDTH as FLOAT8_WIDTH
+from plugins.indexer.kernel_float8 import index_scores_float8
 from plugins.registry import OPERATORS
 
 if TYPE_CHECKING:
@@ -142,6 +144,12 @@ def _candidate_scores(
     tl.store(scores + row * num_columns + column, score, mask=there)
 
 
+def _takes_float8(queries: torch.Tensor, stored: DeviceRows) -> bool:
+    words = stored.stored == MXFP4_WORDS.value
+    half = queries.dtype == torch.bfloat16 and queries.shape[2] == FLOAT8_WIDTH
+    return words and half and limits(queries.device).float8
+
+
 def index_scores(
     queries: torch.Tensor,
     head_weights: torch.Tensor,
@@ -152,9 +160,10 @@ def index_scores(
 ) -> torch.Tensor:
     """As the reference, whose arguments and result these are.
 
-    Products take bfloat16 operands for bfloat16 queries, in which rounded queries and keys are
-    exact, and three TF32 products for float32 ones; sums are float32. With float64, a gradient or
-    an unknown record the reference runs.
+    Products take E4M3 operands for bfloat16 queries and packed keys of 128 values: queries must
+    then be rounded as keys are, as the contract says. Otherwise they take bfloat16 operands for
+    bfloat16 queries and three TF32 products for float32 ones. Sums are float32. With float64, a
+    gradient or an unknown record the reference runs.
     """
     stored = device_rows(keys)
     if stored is None or needs_reference(queries, head_weights):
@@ -169,6 +178,14 @@ def index_scores(
         return scores
     queries, head_weights = unit_stride(queries), unit_stride(head_weights)
     key_slots = unit_stride(key_slots)
+    if _takes_float8(queries, stored):
+        index_scores_float8[(triton.cdiv(num_keys, _KEY_TILE * _RUN_TILES), num_rows)](
+            queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
+            *stored.arguments(),
+            key_slots, key_slots.stride(0), num_keys, request, num_visible, scores, num_keys,
+            scores, 0, 0, heads, padded(heads), _KEY_TILE, _RUN_TILES, INTERPRETED, num_warps=4,
+        )  # fmt: skip
+        return scores
     sharing = min(_MAX_ROWS, padded(-(-num_rows // max(requests, 1)), 1))
     grid = (triton.cdiv(num_keys, _KEY_TILE * _RUN_TILES), triton.cdiv(num_rows, sharing))
     _index_scores[grid](
@@ -212,6 +229,15 @@ def candidate_scores(
         return scores
     queries, head_weights = unit_stride(queries), unit_stride(head_weights)
     key_slots, blocks = unit_stride(key_slots), unit_stride(blocks)
+    if _takes_float8(queries, stored):
+        index_scores_float8[(triton.cdiv(num_columns, _KEY_TILE), num_rows)](
+            queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
+            *stored.arguments(),
+            key_slots, key_slots.stride(0), key_slots.shape[1], request, num_visible,
+            scores, num_columns, blocks, blocks.stride(0), block_size,
+            heads, padded(heads), _KEY_TILE, 1, INTERPRETED, num_warps=4,
+        )  # fmt: skip
+        return scores
     _candidate_scores[(triton.cdiv(num_columns, _KEY_TILE), num_rows)](
         queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
         *stored.arguments(),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # Up to this many rows a row's keys are cut into chunks; from there on rows alone fill a device.
 SPLIT_ROWS = 32
 _CHUNK = 128
+_KEY_TILE = 32
 # The reference's bound: keeps the running maximum finite without keys, or with a +inf sink.
 _MAX_BOUND = tl.constexpr(1e30)
 
@@ -192,13 +193,10 @@ def _join(
     _store_output(o, row, head, out_even, out_odd, total, cos, sin, H, WIDTH, PAIRS)
 
 
-def tile_sizes(device: Limits) -> tuple[int, int]:
-    """Heads and keys of a tile, at most.
-
-    Two sums [64, 256] and one [64, keys] are more than the tensor memory has. 32 keys take 113 KiB
-    of shared memory at the released sizes, 16 keys 89.
-    """
-    return (32 if device.tensor_memory else 64), (32 if device.shared_memory >= 120_000 else 16)
+def most_heads(device: Limits) -> int:
+    """Heads of a program. 64 take 115 KiB of shared memory on sm_90 and 149 on sm_80, 32 take 83;
+    with 64, two sums [64, 256] and the scores are more than the tensor memory has."""
+    return 64 if device.shared_memory >= 160_000 and not device.tensor_memory else 32
 
 
 def mega_attention(
@@ -233,8 +231,7 @@ def mega_attention(
     q, window_slots = unit_stride(q), unit_stride(window_slots)
     entry_slots = unit_stride(main_slots) if main_slots is not None and has_main else window_slots
     main_keys = entry_slots.shape[1] if has_main else 0
-    most_heads, tile = tile_sizes(limits(q.device))
-    pairs, head_block = padded(width // 2), min(most_heads, padded(heads))
+    pairs, head_block = padded(width // 2), min(most_heads(limits(q.device)), padded(heads))
     blocks = triton.cdiv(heads, head_block)
     split = rows <= SPLIT_ROWS
     parts = triton.cdiv(window_slots.shape[1], _CHUNK) + triton.cdiv(main_keys, _CHUNK)
@@ -251,7 +248,7 @@ def mega_attention(
         *window_rows.arguments(), *main_rows.arguments(),
         window_slots, window_slots.stride(0), window_slots.shape[1],
         entry_slots, entry_slots.stride(0), main_keys,
-        *sizes, tile, _CHUNK, split,
+        *sizes, _KEY_TILE, _CHUNK, split,
         tl.float32 if q.dtype == torch.float32 else tl.bfloat16, INTERPRETED, **warps,
     )  # fmt: skip
     if split:

@@ -20,17 +20,26 @@ from plugins.compressor import kernel as compressor
 from plugins.device.ahead import compile_kernel
 from plugins.device.launch import Limits
 from plugins.indexer import kernel as indexer
+from plugins.indexer import kernel_float8 as float8
 from plugins.kv_write import kernel as kv_write
 from plugins.mega_attention import kernel as attention
 from plugins.topk_select import kernel as select
 
 STRIDE = "aligned i32"
-MAIN = {"ROWS": 64, "ROW": 288, "STORED": 1}
+MAIN = {"ROWS": 64, "ROW": 288, "STORED": 4}
 WINDOW = {"ROWS": 32, "ROW": 528, "STORED": 2}
-INDEX = {"ROWS": 64, "ROW": 68, "STORED": 3}
-FOR_EVERY_GENERATION = ("attention", "index decode", "select rest", "write main")
+INDEX = {"ROWS": 64, "ROW": 68, "STORED": 5}
+FOR_EVERY_GENERATION = ("attention", "index float8", "index decode", "select rest", "write main")
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
 HEAD = {"H": 64, "WIDTH": 512, "ROTATED": 64, "PAIRS": 256}
+
+
+SMALL_ATTENTION = {
+    "H": 8, "WIDTH": 128, "ROTATED": 16, "PAIRS": 64, "HEADS": 16, "TILE": 32, "CHUNK": 128,
+    "SPLIT": False, "DOT": tl.float32, "WIDEN": False,
+    "WINDOW_ROWS": 1, "WINDOW_ROW": 128, "WINDOW_STORED": 0,
+    "MAIN_ROWS": 8, "MAIN_ROW": 72, "MAIN_STORED": 1,
+}  # fmt: skip
 
 
 def prefixed(prefix: str, constants: dict[str, Any]) -> dict[str, Any]:
@@ -73,17 +82,25 @@ WRITE = {
 
 
 def kernels(device: Limits) -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
-    heads, tile = attention.tile_sizes(device)
     whole = {
         **HEAD, **DOT, **prefixed("WINDOW", WINDOW), **prefixed("MAIN", MAIN),
-        "HEADS": heads, "TILE": tile, "CHUNK": 128,
+        "HEADS": attention.most_heads(device),
+        "TILE": 32, "CHUNK": 128,
     }  # fmt: skip
     one = {"CHUNK": 16_384, "FIRST": True, "LAST": False}
     return [
         ("attention", attention._attention, ATTENTION, {**whole, "SPLIT": False}, 8),
         ("attention in chunks", attention._attention, ATTENTION, {**whole, "SPLIT": True}, 8),
+        (
+            "attention small", attention._attention,
+            {**ATTENTION, "q": "*fp32", "o": "*fp32", "window": "*fp32"}, SMALL_ATTENTION, 4,
+        ),
         ("attention join", attention._join, ATTENTION, {**HEAD, "HEADS": 16}, 4),
         ("index decode", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=1), 4),
+        (
+            "index float8", float8.index_scores_float8, INDEXER,
+            {**INDEX, "H": 32, "HEADS": 32, "TILE": 128, "TILES": 4, "BLOCK": 0, "WIDEN": False}, 4,
+        ),
         ("index verify", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=8), 4),
         ("index candidates", indexer._candidate_scores, INDEXER, index_constants(BLOCK=8), 4),
         ("select chunk", select._select_chunk, SELECT, one, 16),
@@ -94,10 +111,10 @@ def kernels(device: Limits) -> list[tuple[str, Any, dict[str, str], dict[str, An
         *(
             (
                 f"write {name}", kv_write._kv_write, WRITE,
-                {**record, "FORMAT": record["STORED"], "WIDTH": width, "PADDED": width}, 1,
+                {**record, "FORMAT": rounding, "WIDTH": width, "PADDED": width}, 1,
             )
-            for name, record, width in (
-                ("main", MAIN, 512), ("window", WINDOW, 512), ("index", INDEX, 128),
+            for name, record, rounding, width in (
+                ("main", MAIN, 1, 512), ("window", WINDOW, 2, 512), ("index", INDEX, 3, 128),
             )
         ),
         ("pool", compressor._pool_pairs, WRITE, {"WIDTH": 512, "TILE": 512}, 4),
@@ -110,10 +127,12 @@ def kernels(device: Limits) -> list[tuple[str, Any, dict[str, str], dict[str, An
 
 def main() -> None:
     capability, shared_memory = int(sys.argv[1]), int(sys.argv[2])
-    device = Limits(shared_memory, capability // 10 == 10)
+    device = Limits(shared_memory, capability // 10 == 10, capability >= 89)
     for name, kernel, arguments, constants, warps in kernels(device):
         # What differs between generations is how products are made.
         if capability != 90 and name not in FOR_EVERY_GENERATION:
+            continue
+        if name == "index float8" and not device.float8:
             continue
         made = compile_kernel(
             kernel, arguments, constants, compute_capability=capability, num_warps=warps

@@ -34,12 +34,13 @@ def test_kernels_compile_ahead_of_time(capability: int, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == (16 if capability == 90 else 4)
+    assert len(rows) == {80: 4, 90: 18}.get(capability, 5)
     for row in rows:
         assert 0 <= row["shared"] <= limit, row
         # A kernel that asks for more than there is can become a lone trap.
         if row["kernel"].startswith(("attention", "index")) and "join" not in row["kernel"]:
-            assert row["by"] == ["wgmma"] if capability == 90 else row["by"], row
+            wide = capability == 90 and row["kernel"] != "attention small"
+            assert row["by"] == ["wgmma"] if wide else row["by"], row
         else:
             assert row["by"] == [], row
         assert row["instructions"] > 50, row

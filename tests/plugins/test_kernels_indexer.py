@@ -10,6 +10,7 @@ import torch
 from kernel_oracle import DEVICE, load_kernel, moved, paged
 
 from plugins.formats.records import index_record
+from plugins.formats.rows import ValueRows
 from plugins.indexer.cases import CASES, IndexCase
 
 kernel = load_kernel("indexer")
@@ -63,12 +64,24 @@ def packed_operands(case: IndexCase, rows_per_page: int) -> tuple[dict, dict]:
     return {**moved(expected), "keys": store}, {**expected, "keys": values}
 
 
+@pytest.fixture(params=[True, False], ids=["E4M3 products", "bfloat16 products"])
+def float8(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Released sizes take E4M3 products where the device has them."""
+    if request.param and not kernel.limits(torch.device(DEVICE)).float8:
+        pytest.skip("this device has no E4M3 products")
+    found = kernel.limits(torch.device(DEVICE))._replace(float8=request.param)
+    monkeypatch.setattr(kernel, "limits", lambda device: found)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("float8")
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_packed_pages_of_real_sizes(case: IndexCase) -> None:
     operands, expected = packed_operands(case, 7)
     compare(kernel.index_scores(**operands), oracle(expected), case)
 
 
+@pytest.mark.usefixtures("float8")
 @pytest.mark.parametrize("block_size", [4, 8])
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_candidate_blocks_alone(case: IndexCase, block_size: int) -> None:
@@ -87,6 +100,44 @@ def test_candidate_blocks_alone(case: IndexCase, block_size: int) -> None:
     entries = (blocks.unsqueeze(-1) * block_size + torch.arange(block_size)).flatten(1)
     entries[(blocks < 0).repeat_interleave(block_size, 1)] = -1  # the last column: always −inf
     compare(ours, np.take_along_axis(everything, entries.numpy(), 1), case)
+
+
+def test_which_products_are_taken() -> None:
+    """Words must be aligned, rows 128 wide and queries bfloat16."""
+    operands, _ = packed_operands(MODELS[2], 7)
+    stored = kernel.device_rows(operands["keys"])
+    assert (
+        kernel._takes_float8(operands["queries"], stored)
+        == kernel.limits(torch.device(DEVICE)).float8
+    )
+    assert not kernel._takes_float8(operands["queries"].float(), stored)
+    narrow, _ = packed_operands(MODELS[1], 7)
+    assert not kernel._takes_float8(narrow["queries"], kernel.device_rows(narrow["keys"]))
+
+
+@pytest.mark.usefixtures("float8")
+def test_released_keys_of_any_magnitude() -> None:
+    """Groups of a key from 2^−40 to 2^40, heads of a query likewise, and a poisoned key."""
+    operands, expected = packed_operands(MODELS[2], 7)
+    layout, exponents = index_record(128), torch.arange(-40, 40, 10)
+    draw = torch.Generator().manual_seed(8)
+    picked = exponents[torch.randint(8, (2, 32, 1), generator=draw)]
+    queries = layout.round(torch.randn(2, 32, 128, generator=draw) * 2.0**picked)
+    expected["queries"] = queries.bfloat16()
+    picked = exponents[torch.randint(8, (len(expected["keys"].values), 4), generator=draw)]
+    values = torch.randn(len(picked), 4, 32, generator=draw) * (2.0**picked).unsqueeze(-1)
+    store, expected["keys"] = paged(ValueRows(values.flatten(1)), layout, 7)
+    operands |= {"keys": store, "queries": expected["queries"].to(DEVICE)}
+    expected["num_visible"] = torch.tensor([700, 300])
+    operands["num_visible"] = expected["num_visible"].to(DEVICE)
+    ours, exact = kernel.index_scores(**operands).double().cpu().numpy(), oracle(expected)
+    seen = np.isfinite(exact)
+    assert np.array_equal(np.isfinite(ours), seen)
+    size = np.abs(exact[seen]).max()
+    np.testing.assert_allclose(ours[seen], exact[seen], rtol=1e-3, atol=1e-6 * size)
+    slot = int(expected["key_slots"][expected["request"][1], 9])
+    store.data[slot // 7, slot % 7] = layout.pack(torch.full((128,), torch.nan)).to(DEVICE)
+    assert kernel.index_scores(**operands)[1].isnan().nonzero().flatten().tolist() == [9]
 
 
 def test_a_row_depends_on_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,163 @@
+"""Shared by the kernel benchmarks: graph-replay timing, ceilings of the card, one JSON line a row.
+
+A row is timed by replaying a captured graph of calls on rotated inputs whose total exceeds the L2
+cache, so reads come from memory; a short graph is repeated until its launch does not matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout, where not installed
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_L2_COVER = 160e6
+_SHORTEST_GRAPH_MS = 0.3
+_BUDGET_MS = 120.0
+
+Call = Callable[[], Any]
+
+
+@dataclass
+class Ceilings:
+    """Bytes and operations a microsecond; defaults are those of an H200, `calibrate` measures."""
+
+    bytes_per_us: float = 4.27e6
+    bf16_per_us: float = 798e6
+
+    def calibrate(self) -> None:
+        """A copy by an elementwise kernel, read and written bytes counted, and an 8192³ product."""
+        source = torch.randn(1 << 28, device=DEVICE)
+        target = torch.empty_like(source)
+        copy = measure([lambda: torch.add(source, 1.0, out=target)])
+        self.bytes_per_us = 2 * source.nbytes / copy["us_p10"]
+        a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        product = measure([lambda: a @ b])
+        self.bf16_per_us = 2 * 8192**3 / product["us_p10"]
+
+
+@dataclass
+class Row:
+    """One case. `ours` and `peer` are the same work on rotated inputs; `error` compares ours with
+    the reference, relative to its norm."""
+
+    op: str
+    case: str
+    bytes: float
+    flop: float
+    ours: Sequence[Call]
+    error: Callable[[], float]
+    tolerance: float
+    target_us: float | None = None
+    peer: str | None = None
+    theirs: Sequence[Call] = field(default_factory=tuple)
+
+
+def rotations(footprint: float) -> int:
+    """How many input sets exceed the L2 cache, between 2 and 64; 1 where nothing is timed."""
+    if DEVICE == "cpu":
+        return 1
+    return int(max(2, min(64, -(-_L2_COVER // footprint))))
+
+
+def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(calls: Sequence[Call]) -> dict[str, float]:
+    """Microseconds of one call: median, 10th and 90th percentile of graph replays."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = _captured(calls)
+    _milliseconds(graph)
+    once = min(_milliseconds(graph) for _ in range(3))
+    if once < _SHORTEST_GRAPH_MS:
+        calls = [*calls] * int(-(-_SHORTEST_GRAPH_MS // once))
+        graph = _captured(calls)
+        once = _milliseconds(graph)
+    samples = int(max(15, min(100, _BUDGET_MS / once)))
+    times = sorted(_milliseconds(graph) * 1e3 / len(calls) for _ in range(samples))
+    return {
+        "us": round(times[samples // 2], 3),
+        "us_p10": round(times[samples // 10], 3),
+        "us_p90": round(times[9 * samples // 10], 3),
+    }
+
+
+def run(row: Row, ceilings: Ceilings, *, dry: bool) -> dict[str, Any]:
+    """Ours, peer, peer, ours: drift hits both alike. `dry` calls once and compares only."""
+    error = row.error()
+    result: dict[str, Any] = {"op": row.op, "case": row.case}
+    if not dry:
+        first = measure(row.ours)
+        others = [measure(row.theirs)["us"] for _ in range(2)] if row.theirs else []
+        second = measure(row.ours)
+        floor_bytes = row.bytes / ceilings.bytes_per_us
+        floor_flop = row.flop / ceilings.bf16_per_us
+        us = (first["us"] + second["us"]) / 2
+        floor = max(floor_bytes, floor_flop)
+        result |= first
+        result |= {
+            "us": round(us, 3),
+            "spread": round(abs(first["us"] - second["us"]) / us, 4),
+            "floor_us": round(floor, 3),
+            "floor_by": "bytes" if floor_bytes >= floor_flop else "bf16",
+            "floor_ratio": round(floor / us, 4),
+            "peer": row.peer if others else None,
+            "peer_us": round(sum(others) / 2, 3) if others else None,
+            "target_us": row.target_us,
+        }
+    result |= {"error": float(f"{error:.3e}"), "correct": bool(error <= row.tolerance)}
+    return result
+
+
+def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖ours − expected‖ / ‖expected‖ in float64; infinities must be the same ones."""
+    ours, expected = ours.double(), expected.double()
+    infinite = expected.isinf()
+    if not torch.equal(infinite & (ours == expected), infinite):
+        return float("inf")
+    ours, expected = ours.masked_fill(infinite, 0), expected.masked_fill(infinite, 0)
+    return float((ours - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def load_peers(folder: str | None) -> ModuleType | None:
+    """The module peers.py in `folder`, which wraps the peer libraries; None where none is asked."""
+    if folder is None:
+        return None
+    sys.path.insert(0, folder)
+    return importlib.import_module("peers")
+
+
+def emit(result: dict[str, Any], out: str | None) -> None:
+    line = json.dumps(result)
+    print(line, flush=True)
+    if out is not None:
+        with Path(out).open("a") as file:
+            file.write(line + "\n")
