@@ -39,7 +39,12 @@ from client.protocol import (
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _GRPC_ADDRESS, _HTTP_ADDRESS = "localhost:8001", "localhost:8000"
-_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "end_id", "request_id")
+_PENALTIES = {"repetition_penalty": "1", "presence_penalty": "0", "frequency_penalty": "0"}
+_LOG_PROBS = ("log_probs", "top_log_prob_ids", "top_log_probs")
+_SAMPLING = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", *_PENALTIES, "min_tokens", "seed"),
+    *("stop_words", "bad_words", "ignore_eos", "logprobs", "end_id", "request_id"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,9 +96,8 @@ def _unstreamed(
     except KeyboardInterrupt:
         if isinstance(client, HttpClient):
             _say(
-                "dsv41-client: the server generates on to the end: it does not notice that an "
-                "unstreamed HTTP request was interrupted (without --no-stream, or over gRPC, it "
-                "does)"
+                "dsv41-client: the server generates on: it notices an interrupt only without "
+                "--no-stream or over gRPC"
             )
         raise
 
@@ -118,6 +122,7 @@ def _print_summary(
                     "num_input_tokens": result.num_input_tokens,
                     "num_output_tokens": result.num_output_tokens,
                     "cached_tokens": result.cached_tokens,
+                    **{n: v.tolist() for n in _LOG_PROBS if (v := getattr(result, n)) is not None},
                     "time_to_first_token_ms": None if first is None else first * 1e3,
                     "seconds": seconds,
                 },
@@ -315,7 +320,15 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, help="0 is greedy")
     generate.add_argument("--top-k", type=int, help="0 is off")
     generate.add_argument("--top-p", type=float, help="1 is off")
+    generate.add_argument("--min-p", type=float, help="0 is off")
+    for name, off in _PENALTIES.items():
+        generate.add_argument(f"--{name.replace('_', '-')}", type=float, help=f"{off} is off")
+    generate.add_argument("--min-tokens", type=int, help="so many before an end token")
     generate.add_argument("--seed", type=int, help="of the random draws")
+    generate.add_argument("--stop-words", action="append", help="text that ends the answer")
+    generate.add_argument("--bad-words", action="append", help="text to avoid; again for more")
+    generate.add_argument("--ignore-eos", action="store_true", default=None, help="go on")
+    generate.add_argument("--logprobs", type=int, help="with --json: this many alternatives")
     generate.add_argument("--end-id", type=int, help="token that ends the answer, -1: none does")
     generate.add_argument("--request-id", help="name of the request in the server's log")
     generate.add_argument("--no-stream", action="store_true", help="ask for one whole answer")

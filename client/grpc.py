@@ -159,4 +159,6 @@ def _outputs(answer: Any) -> dict[str, Any]:
             outputs[tensor.name] = deserialize_bytes_tensor(raw)[0]
         elif tensor.datatype == "INT32":
             outputs[tensor.name] = np.frombuffer(raw, dtype="<i4")
+        elif tensor.datatype == "FP32":
+            outputs[tensor.name] = np.frombuffer(raw, dtype="<f4")
     return outputs

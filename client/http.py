@@ -186,7 +186,8 @@ def _body(request: GenerateRequest, *, stream: bool) -> bytes:
     values: dict[str, Any] = {}
     for spec, array in input_tensors(request, stream=stream):
         if spec.datatype == "BYTES":
-            values[spec.name] = array.item().decode("utf-8")
+            texts = [text.decode("utf-8") for text in array[0].tolist()]
+            values[spec.name] = texts[0] if len(texts) == 1 else texts
         else:
             values[spec.name] = array[0].tolist()
     if request.request_id:

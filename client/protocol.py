@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 
 DEFAULT_MODEL = "deepseek_v41"
 
@@ -73,7 +74,13 @@ class GenerateRequest:
     max or 1 … 100, only with thinking).
     max_tokens: most tokens to generate.
     temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. seed: 0 … 2**64 − 1.
-    end_id: the token that ends the answer; −1 means that no token does.
+    end_id: the token that ends the answer; −1 means that no token does. stop_token_ids: tokens
+    that end it, too. ignore_eos: the model's own end tokens do not.
+    stop_words: texts that end the answer and are left out of it, unless include_stop_str_in_output.
+    min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias (a number by token
+    id), bad_words, min_tokens: as docs/operations.md says.
+    logprobs: return log probabilities of the answer's tokens and of so many alternatives to each.
+    exclude_input_in_output: false puts the prompt before the answer's text.
     request_id: echoed in the server's log.
     Values are judged by the server; only what cannot be carried is refused here (ValueError).
     """
@@ -88,7 +95,20 @@ class GenerateRequest:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    min_tokens: int | None = None
+    stop_words: Sequence[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    exclude_input_in_output: bool | None = None
     end_id: int | None = None
     request_id: str = ""
 
@@ -99,7 +119,10 @@ class GenerateRequest:
                 "expected exactly one of text_input, input_ids and messages: give one of them"
             )
         if self.input_ids is not None:
-            object.__setattr__(self, "input_ids", _as_int32(self.input_ids))
+            object.__setattr__(self, "input_ids", _as_int32("input_ids", self.input_ids))
+        if self.stop_token_ids is not None:
+            ids = _as_int32("stop_token_ids", self.stop_token_ids)
+            object.__setattr__(self, "stop_token_ids", ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +132,8 @@ class GenerateChunk:
     output_ids: int32 [n], new tokens only, without the prompt.
     cached_tokens: prompt tokens found in the prefix cache; with the first response.
     finish_reason, num_input_tokens, num_output_tokens: with the last response.
+    log_probs: float32 [n] of output_ids, where asked for; top_log_prob_ids and top_log_probs:
+    [n, K], the K most probable tokens at each place, most probable first.
     """
 
     text_output: str
@@ -117,6 +142,9 @@ class GenerateChunk:
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
     cached_tokens: int | None = None
+    log_probs: Float32Array | None = None
+    top_log_prob_ids: Int32Array | None = None
+    top_log_probs: Float32Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +157,9 @@ class GenerateResult:
     num_input_tokens: int | None
     num_output_tokens: int | None
     cached_tokens: int | None
+    log_probs: Float32Array | None = None
+    top_log_prob_ids: Int32Array | None = None
+    top_log_probs: Float32Array | None = None
 
 
 @dataclass(frozen=True)
@@ -170,9 +201,23 @@ INPUTS = (
     TensorSpec("temperature", "FP32", np.float32),
     TensorSpec("top_k", "INT32", np.int32),
     TensorSpec("top_p", "FP32", np.float32),
+    TensorSpec("min_p", "FP32", np.float32),
     TensorSpec("seed", "UINT64", np.uint64),
+    TensorSpec("repetition_penalty", "FP32", np.float32),
+    TensorSpec("presence_penalty", "FP32", np.float32),
+    TensorSpec("frequency_penalty", "FP32", np.float32),
+    TensorSpec("logit_bias", "BYTES", np.object_),
+    TensorSpec("bad_words", "BYTES", np.object_),
+    TensorSpec("min_tokens", "INT32", np.int32),
+    TensorSpec("stop_words", "BYTES", np.object_),
+    TensorSpec("include_stop_str_in_output", "BOOL", np.bool_),
+    TensorSpec("stop_token_ids", "INT32", np.int32),
+    TensorSpec("ignore_eos", "BOOL", np.bool_),
+    TensorSpec("logprobs", "INT32", np.int32),
+    TensorSpec("exclude_input_in_output", "BOOL", np.bool_),
     TensorSpec("end_id", "INT32", np.int32),
 )
+_TEXT_LISTS = ("bad_words", "stop_words")
 STREAM = TensorSpec("stream", "BOOL", np.bool_)
 
 
@@ -205,18 +250,30 @@ def chunk_from_outputs(outputs: Mapping[str, Any]) -> GenerateChunk:
             f"expected a finish_reason of {', '.join(FinishReason)}, got {reason!r}: "
             "use a client and a server of the same version",
         )
+    ids = np.atleast_1d(np.asarray(outputs.get("output_ids", ()), dtype=np.int32))
+    log_probs = outputs.get("output_log_probs")
+    top_ids, top = outputs.get("top_log_prob_ids"), outputs.get("top_log_probs")
+    shape = (ids.size, -1) if ids.size else (0, 0)
     return GenerateChunk(
         text_output=_text(outputs.get("text_output")) or "",
-        output_ids=np.atleast_1d(np.asarray(outputs.get("output_ids", ()), dtype=np.int32)),
+        output_ids=ids,
         finish_reason=FinishReason(reason) if reason else None,
         num_input_tokens=_number(outputs.get("num_input_tokens")),
         num_output_tokens=_number(outputs.get("num_output_tokens")),
         cached_tokens=_number(outputs.get("cached_tokens")),
+        log_probs=None if log_probs is None else np.array(log_probs, np.float32).reshape(-1),
+        top_log_prob_ids=None if top_ids is None else np.array(top_ids, np.int32).reshape(shape),
+        top_log_probs=None if top is None else np.array(top, np.float32).reshape(shape),
     )
 
 
 def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateResult:
     """Concatenates deltas; each other field is the last one that came."""
+
+    def joined(name: str) -> Any:
+        came = [getattr(chunk, name) for chunk in chunks]
+        came = [value for value in came if value is not None and len(value)]
+        return np.concatenate(came) if came else None
 
     def last(name: str) -> Any:
         came = (getattr(chunk, name) for chunk in reversed(chunks))
@@ -230,28 +287,32 @@ def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateResult:
         num_input_tokens=last("num_input_tokens"),
         num_output_tokens=last("num_output_tokens"),
         cached_tokens=last("cached_tokens"),
+        log_probs=joined("log_probs"),
+        top_log_prob_ids=joined("top_log_prob_ids"),
+        top_log_probs=joined("top_log_probs"),
     )
 
 
-def _as_int32(ids: Int32Array | Sequence[int]) -> Int32Array:
+def _as_int32(name: str, ids: Int32Array | Sequence[int]) -> Int32Array:
     array = np.asarray(ids)
     if array.size == 0 and array.dtype == np.float64:  # numpy's type of an empty list
         array = array.astype(np.int32)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(
-            f"expected input_ids as whole numbers of shape [n], got {array.dtype} of shape "
+            f"expected {name} as whole numbers of shape [n], got {array.dtype} of shape "
             f"{list(array.shape)}"
         )
     limits = np.iinfo(np.int32)
     if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
-        raise ValueError(f"expected input_ids in int32, got from {array.min()} to {array.max()}")
+        raise ValueError(f"expected {name} in int32, got from {array.min()} to {array.max()}")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
 def _tensor(spec: TensorSpec, value: Any) -> npt.NDArray[Any]:
     if spec.dtype is np.object_:
+        texts = value if spec.name in _TEXT_LISTS else [_as_text(spec.name, value)]
         try:
-            return np.array([[_as_text(spec.name, value).encode("utf-8")]], dtype=np.object_)
+            return np.array([[text.encode("utf-8") for text in texts]], dtype=np.object_)
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"expected {spec.name} to be valid Unicode, got a lone surrogate at character "

@@ -198,3 +198,47 @@ def test_eval_without_a_checkout_says_what_it_needs(tmp_path: Path) -> None:
     assert ran.returncode == 2
     assert "run eval from a checkout of the project, in its environment" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
+
+
+def test_generation_options_travel_under_the_servers_names() -> None:
+    request = GenerateRequest(
+        text_input="a",
+        min_p=0.25,
+        logit_bias={7: -1.5},
+        bad_words=["no", "nie"],
+        stop_words=["Ende", "."],
+        stop_token_ids=[5, 6],
+        ignore_eos=True,
+        logprobs=2,
+    )
+    sent = {spec.name: array[0].tolist() for spec, array in input_tensors(request, stream=False)}
+    assert sent["bad_words"] == [b"no", b"nie"]
+    assert sent["stop_words"] == [b"Ende", b"."]
+    assert sent["logit_bias"] == [b'{"7": -1.5}']
+    assert (sent["stop_token_ids"], sent["ignore_eos"], sent["logprobs"]) == ([5, 6], [True], [2])
+    assert sent["min_p"] == [0.25]
+    with pytest.raises(ValueError, match="expected stop_token_ids as whole numbers"):
+        GenerateRequest(text_input="a", stop_token_ids=["x"])  # type: ignore[list-item]
+
+
+def test_log_probs_are_joined_token_by_token() -> None:
+    first = chunk_from_outputs(
+        {
+            "output_ids": [5, 6],
+            "output_log_probs": [-0.5, -1.0],
+            "top_log_prob_ids": [5, 9, 8, 6],
+            "top_log_probs": [-0.5, -2.0, -0.25, -1.0],
+        }
+    )
+    # The server shows a vector of one element as a number, and an empty one as an empty list.
+    second = chunk_from_outputs(
+        {"output_ids": 7, "output_log_probs": -3.0, "top_log_prob_ids": [7, 1],
+         "top_log_probs": [-3.0, -4.0]}
+    )  # fmt: skip
+    last = chunk_from_outputs({"output_ids": [], "finish_reason": "length"})
+    result = join_chunks([first, second, last])
+    assert result.log_probs is not None
+    assert result.top_log_prob_ids is not None
+    assert result.log_probs.tolist() == [-0.5, -1.0, -3.0]
+    assert result.top_log_prob_ids.tolist() == [[5, 9], [8, 6], [7, 1]]
+    assert join_chunks([last]).log_probs is None
