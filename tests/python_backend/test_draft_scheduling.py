@@ -34,7 +34,7 @@ def assert_no_trace(core: EngineCore) -> None:
 # -- equal to no drafts ---------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(workloads(), st.integers(1, 6), st.sampled_from([0.0, 0.2, 0.9]), st.data())
 def test_a_batch_with_drafts_equals_its_requests_alone(
     workload: Workload, most: int, min_survival: float, data: st.DataObject

@@ -29,6 +29,7 @@ from engine.plans import PlanInfo, plan_file, read_plans
 from engine.segments import CACHES
 from plugins.tensorrt_library import TENSORRT_RTX, missing
 from python_backend.core import EngineCore
+from python_backend.drafting.rule import DraftRule
 from python_backend.executor import plan as plan_module
 from python_backend.executor.plan import (
     PlanExecutor,
@@ -155,20 +156,26 @@ def test_the_command_builds_all_segments(built: Built, capsys: pytest.CaptureFix
     assert "by tensorrt-rtx 1.7.1.116, runs on compute capability 8.x or 12.x" in text
 
 
-def test_a_core_on_plans_serves_what_a_core_on_the_network_serves(built: Built) -> None:
-    """Prefill in chunks, decode, prefix hits with replay, sampling: tokens and all cache bytes."""
+@pytest.mark.parametrize("draft", [None, DraftRule(most=3, min_survival=0.0)])
+def test_a_core_on_plans_serves_what_a_core_on_the_network_serves(
+    built: Built, draft: DraftRule | None
+) -> None:
+    """Prefill in chunks, decode, prefix hits with replay, sampling, drafts and their verification:
+    tokens and all cache bytes, the drafter's among them."""
     prompts = [np.arange(7 + i, 7 + i + size, dtype=np.int32) for i, size in enumerate((35, 3))]
     prompts.append(np.concatenate([prompts[0], prompts[1]]))  # hits the first prompt's pages
     seen: list[tuple[list[list[int]], CachePools]] = []
     for make in (built.torch_executor, built.plan_executor):
         pools = pools_of(built.network)
         executor: PagedExecutor = make(pools)
-        streams = [stream(str(i), p, 2, i % 2 == 1, i) for i, p in enumerate(prompts)]
-        serve(EngineCore(executor, BOUNDS), streams, [0, 0, 4])
+        streams = [stream(str(i), p, 4, i % 2 == 1, i) for i, p in enumerate(prompts)]
+        core = EngineCore(executor, replace(BOUNDS, draft=draft))
+        serve(core, streams, [0, 0, 4])
+        assert (core.statistics().num_verifications > 0) == (draft is not None)
         seen.append(([list(map(int, one.output)) for one in streams], pools))
     (expected, network_pools), (tokens, plan_pools) = seen
     assert tokens == expected
-    assert [len(one) for one in tokens] == [2] * 3
+    assert [len(one) for one in tokens] == [4] * 3
     for name in CACHES:
         assert torch.equal(getattr(plan_pools, name), getattr(network_pools, name))
 

@@ -42,6 +42,26 @@ def test_window_pages_follow_the_positions() -> None:
     assert pool.num_free == 19
 
 
+def test_rejected_drafts_give_their_pages_back() -> None:
+    """Pages of 2 rows. Verifying rows 12 … 17 takes blocks 6, 7 and 8; with rows up to 13 final
+    blocks 7 and 8 go back, and nothing else."""
+    pool = window_pool(num_pages=20, num_slots=2, columns=8)
+    for slot in range(2):
+        pool.start(slot, 0)
+        pool.grow(one(slot), one(12))
+        pool.retire(one(slot), one(12))
+    before = pool.num_free
+    both = np.array([0, 1])
+    pool.grow(both, np.array([18, 12]))
+    assert pool.num_free == before - 3
+    pool.retire(both, np.array([14, 12]))  # row 7 is the lowest that row 14 reads
+    pool.roll_back(both, np.array([14, 12]))
+    assert pool.table[0].tolist()[:3] == [0, 0, 0]
+    assert (pool.table[0] > 0).tolist() == [False] * 3 + [True] * 4 + [False]
+    assert pool.num_free == before - 1 + 1  # one page more, and block 2 retired
+    pool.check_integrity()
+
+
 def test_a_later_start_takes_no_pages_below_it() -> None:
     pool = window_pool(num_pages=20, num_slots=1, columns=8)
     pool.start(0, 24)
@@ -77,7 +97,8 @@ def test_the_sizing_formula_always_suffices(
     window: int, page_rows: int, num_requests: int, max_rows: int, data: st.DataObject
 ) -> None:
     """Any split of the budget over any requests at any positions, step after step. What is needed
-    is counted from positions, one by one, and must never exceed either formula."""
+    is counted from positions, one by one, and must never exceed either formula. Any part of a
+    step's rows but the first may be rejected drafts."""
     num_pages = pages_for(window, page_rows, num_requests, max_rows)
     columns = pages_per_request(window, page_rows, max_rows)
     pool = WindowPages(
@@ -106,8 +127,10 @@ def test_the_sizing_formula_always_suffices(
                 assert pool.table[slot, block % columns] > 0
         pool.check_integrity()
         for slot in running:
-            position[slot] += rows[slot]
-        pool.retire(np.array(running, dtype=np.int64), ends)
+            position[slot] += data.draw(st.integers(1, rows[slot]))
+        final = np.array([position[slot] for slot in running], dtype=np.int64)
+        pool.retire(np.array(running, dtype=np.int64), final)
+        pool.roll_back(np.array(running, dtype=np.int64), final)
         pool.check_integrity()
 
 
