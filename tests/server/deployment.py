@@ -24,6 +24,8 @@ from safetensors.numpy import load_file
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
+from python_backend import wire
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "vectors" / "tiny"
 GOLDEN = load_file(TINY / "golden_quant.safetensors")
@@ -32,8 +34,7 @@ MODEL = "deepseek_v41"
 STUB = "triton_python_backend_stub"
 START_SECONDS = 120.0
 STOP_SECONDS = 45.0
-DATATYPES = {"text_input": "BYTES", "stop_words": "BYTES", "stream": "BOOL", "seed": "UINT64",
-             "temperature": "FP32", "top_p": "FP32"}  # fmt: skip
+DATATYPES = {t.name: "BYTES" if t.kind == "STRING" else t.kind for t in wire.INPUTS}
 DTYPES = {"BOOL": np.bool_, "UINT64": np.uint64, "FP32": np.float32, "INT32": np.int32}
 
 
@@ -251,7 +252,7 @@ class GrpcStream:
                 tensor.name: (
                     deserialize_bytes_tensor(raw)[0].decode()
                     if tensor.datatype == "BYTES"
-                    else np.frombuffer(raw, np.int32).tolist()
+                    else np.frombuffer(raw, DTYPES[tensor.datatype]).tolist()
                 )
                 for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True)
             }

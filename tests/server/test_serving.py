@@ -200,7 +200,7 @@ BAD = [
     ({"input_ids": [1], "top_k": -1}, "expected top_k from 0 .*, got -1"),
     ({"input_ids": [1], "end_id": 512}, "expected end ids from 0 to 511, got 512"),
     ({"input_ids": [1], "beam_width": 2}, "expected beam_width to be 1 or not sent, got 2"),
-    ({"input_ids": [1], "stop_words": [b"x"]}, "expected stop_words to be '' or not sent, got 'x'"),
+    ({"input_ids": [1], "stop_words": [b"x"] * 17}, "expected at most 16 stop_words, got 17"),
     ({"input_ids": np.ones((3, 2), np.int32)}, r"expected one request per call, .*got \[3, 2\]"),
 ]
 
