@@ -30,7 +30,7 @@ from builder.trtllm import TARGET_VERSION
 from builder.trtllm.export import write_adapter
 from builder.verify import verify
 from engine.config import ConfigError
-from engine.directory import BuildConfig, Engine
+from engine.directory import PARTIAL_SUFFIX, BuildConfig, Engine
 from engine.manifest import EngineError, files_below
 from engine.tensor_source import CheckpointError
 from plugins.tensorrt_library import TensorRtError
@@ -114,7 +114,9 @@ def _quantize(args: argparse.Namespace) -> None:
             checkpoint, args.output_dir, targets, progress=Progress(), data=data
         )
     except (KeyboardInterrupt, OSError):
-        _warn(["complete shards are kept; the same command goes on with the next"])
+        partial = args.output_dir.absolute().with_name(args.output_dir.name + PARTIAL_SUFFIX)
+        if partial.is_dir():
+            _warn(["complete shards are kept; the same command goes on with the next"])
         raise
     _warn(warnings)
     print(f"checkpoint {args.output_dir}")

@@ -75,9 +75,12 @@ def main() -> int:
         title("4. What happened")
         print(table(turns))
         print(second_turn(turns[1], turns[2]))
-    except (DemoError, DeploymentError) as error:
+    except (DemoError, DeploymentError, OSError) as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted; the server is stopped", file=sys.stderr)
+        return 130
     print(
         f"\n{sum(turn.is_right for turn in turns)} of {len(turns)} answers are right. Done in "
         f"{time.monotonic() - started:.0f} s.\n\n"

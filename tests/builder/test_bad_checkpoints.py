@@ -318,3 +318,14 @@ def test_sliced_checkpoint_runs(tmp_path: Path) -> None:
         == 0
     )
     assert SafetensorsFile(out).tensors["logits"].shape == (8, 512)
+
+
+def test_nothing_is_kept_of_what_never_began(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A place that takes no directory: one sentence, and no word of complete shards."""
+    out = checkpoint / "config.json" / "out"
+    command = ["quantize", "--format", "as-released", "--checkpoint_dir", str(checkpoint)]
+    assert main([*command, "--output_dir", str(out)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"dsv41-build: cannot use {out}.partial: Not a directory"
