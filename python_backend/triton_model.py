@@ -244,6 +244,11 @@ class _Counters:
             self._add_drafts(most_drafts)
         self._totals = dict.fromkeys(self._metrics, 0)
 
+    def advance(self, kind: str, total: int) -> None:
+        if total != self._totals[kind]:
+            self._metrics[kind].increment(total - self._totals[kind])
+            self._totals[kind] = total
+
     def advance_drafts(self, statistics: Statistics) -> None:
         self.advance("drafts", statistics.num_verifications)
         for name, counts in (
@@ -276,11 +281,6 @@ class _Counters:
                 name=name, description=description, kind=pb_utils.MetricFamily.COUNTER
             )
         return self._families[name].Metric(labels=labels)
-
-    def advance(self, kind: str, total: int) -> None:
-        if total != self._totals[kind]:
-            self._metrics[kind].increment(total - self._totals[kind])
-            self._totals[kind] = total
 
 
 class _TritonReply:
