@@ -44,6 +44,13 @@ def test_scheduler_step() -> None:
     assert result["floor"]["us_per_request"] > 0
 
 
+def test_sampling() -> None:
+    result = run("sampling.py", "--requests", "6", "--vocab", "64", "--steps", "3")
+    assert (result["benchmark"], result["requests"], result["vocab"]) == ("sampling", 6, 64)
+    for batch in ("greedy", "temperature", "mixed", "everything"):
+        assert result[f"{batch}_ms"] > 0
+
+
 @pytest.mark.parametrize("script", ["admission.py", "scheduler_step.py"])
 def test_senseless_sizes_are_refused(script: str) -> None:
     option = "--tokens" if script == "admission.py" else "--requests"
