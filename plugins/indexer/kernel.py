@@ -29,7 +29,7 @@ _KEY_TILE = 128
 # Entries of one program: the queries are loaded once for them where a program has one row.
 _RUN_TILES = 4
 # Rows of one request that share decoded keys, at most.
-_MAX_ROWS = 8
+_MAX_ROWS = 4
 
 
 @triton.jit

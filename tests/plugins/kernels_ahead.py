@@ -101,7 +101,7 @@ def kernels(device: Limits) -> list[tuple[str, Any, dict[str, str], dict[str, An
             "index float8", float8.index_scores_float8, INDEXER,
             {**INDEX, "H": 32, "HEADS": 32, "TILE": 128, "TILES": 4, "BLOCK": 0, "WIDEN": False}, 4,
         ),
-        ("index verify", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=8), 4),
+        ("index verify", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=4), 4),
         ("index candidates", indexer._candidate_scores, INDEXER, index_constants(BLOCK=8), 4),
         ("select chunk", select._select_chunk, SELECT, one, 16),
         ("select rest", select._select_chunk, SELECT, {**one, "FIRST": False, "LAST": True}, 16),

@@ -67,7 +67,7 @@ def hostile(width: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("width", [32, 64, 96, 128, 512])
+@pytest.mark.parametrize("width", [32, 96, 512])
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_hostile_rows_have_the_bytes_of_the_reference(

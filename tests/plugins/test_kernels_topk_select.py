@@ -84,7 +84,7 @@ def test_the_candidate_blocks_and_the_scores_inside(case: SelectCase, dtype: tor
     st.sampled_from(["distinct", "few values", "zeros", "infinities", "NaN"]),
     st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 def test_rounds_of_short_chunks(rows: int, columns: int, k: int, values: str, seed: int) -> None:
     operands = moved(
         SelectCase("any", rows, columns, k, values=values).operands(torch.float32, seed)
