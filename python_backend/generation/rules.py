@@ -133,7 +133,7 @@ class LogitRules:
     def _penalise(self, logits: torch.Tensor, index: Int64Array, rows: LogitRows) -> None:
         assert self._tally is not None
         slots = self._tensor(rows.slots)
-        tally = self._tally[slots]
+        tally = self._tally.index_select(0, slots)
         if rows.drafts.shape[1]:
             before = rows.before
             row, column = np.nonzero(before >= 0)
@@ -142,11 +142,12 @@ class LogitRules:
         repetition, presence, frequency = self._penalties[:, slots, None].to(logits.dtype)
         number = (tally >> 1).to(logits.dtype)
         # 1 for tokens that the request does not have, so that nothing of theirs changes.
-        divisor = (tally > 0).to(logits.dtype).mul_(repetition - 1).add_(1)
-        old = logits[at]
-        new = old.clamp(min=0).div_(divisor).add_(old.clamp_(max=0).mul_(divisor))
-        new -= number.clamp(max=1).mul_(presence).add_(number.mul_(frequency))
-        logits[at] = new
+        divisor = tally.clamp_(max=1).to(logits.dtype).mul_(repetition - 1).add_(1)
+        negative = logits.index_select(0, at)
+        positive = negative.clamp(min=0).div_(divisor)
+        new = negative.clamp_(max=0).mul_(divisor).add_(positive)
+        new.sub_(number.clamp(max=1).mul_(presence)).sub_(number.mul_(frequency))
+        logits.index_copy_(0, at, new)
 
     # -- what is forbidden -----------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class Sampler:
             tokens = self._sample(logits, rows)
         elif len(plain):
             at = self._tensor(plain)
-            tokens[at] = self._sample(logits[at], rows.take(plain))
+            tokens[at] = self._sample(logits.index_select(0, at), rows.take(plain))
         others = np.flatnonzero(ruled | (heat > 0))
         if len(others):
             at, mine = self._tensor(others), rows.take(others)
@@ -119,7 +119,7 @@ class Sampler:
             return {}
         most = int(numbers.max())
         pieces = [
-            log_probs(logits[at], tokens[at], most)
+            log_probs(logits.index_select(0, at), tokens[at], most)
             for at in map(self._tensor, tiles(asked, logits))
         ]
         made = RowLogProbs(*(np.concatenate(parts) for parts in zip(*pieces, strict=True)))
