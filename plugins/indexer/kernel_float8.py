@@ -18,6 +18,21 @@ from plugins.device.rows import row_offsets
 
 GROUPS = 4  # of 32 values; the kernel is written out for them
 WIDTH = 32 * GROUPS
+# _codes on four bytes at a time: no bit leaves its byte.
+FOUR_CODES = tl.constexpr("""
+{
+.reg .b32 magnitude, sign;
+and.b32 magnitude, $2, 0x07070707;
+shl.b32 magnitude, magnitude, 2;
+and.b32 sign, $2, 0x08080808;
+shl.b32 sign, sign, 4;
+or.b32 $0, magnitude, sign;
+shr.u32 magnitude, $2, 2;
+and.b32 magnitude, magnitude, 0x1C1C1C1C;
+and.b32 sign, $2, 0x80808080;
+or.b32 $1, magnitude, sign;
+}
+""")
 
 
 @triton.jit
@@ -55,22 +70,8 @@ def _codes(byte, WIDEN: tl.constexpr):
         low = ((byte & 0x07) << 2) | ((byte & 0x08) << 4)
         high = ((byte >> 2) & 0x1C) | (byte & 0x80)
     else:
-        # The same on four bytes at a time: no bit leaves its byte.
         low, high = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 magnitude, sign;
-            and.b32 magnitude, $2, 0x07070707;
-            shl.b32 magnitude, magnitude, 2;
-            and.b32 sign, $2, 0x08080808;
-            shl.b32 sign, sign, 4;
-            or.b32 $0, magnitude, sign;
-            shr.u32 magnitude, $2, 2;
-            and.b32 magnitude, magnitude, 0x1C1C1C1C;
-            and.b32 sign, $2, 0x80808080;
-            or.b32 $1, magnitude, sign;
-            }
-            """,
+            FOUR_CODES,
             "=&r,=r,r",
             [byte],
             dtype=(tl.uint8, tl.uint8),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from plugins.indexer.cases import CASES, IndexCase
 kernel = load_kernel("indexer")
 
 TOLERANCE = 2e-5
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MODELS = (
     IndexCase("TINY", (1, 1, 3), 16, 32, 40, holes=0.1),
     IndexCase("TinyFlash", (1, 6, 2), 8, 64, 150, holes=0.1),
@@ -138,6 +140,32 @@ def test_released_keys_of_any_magnitude() -> None:
     slot = int(expected["key_slots"][expected["request"][1], 9])
     store.data[slot // 7, slot % 7] = layout.pack(torch.full((128,), torch.nan)).to(DEVICE)
     assert kernel.index_scores(**operands)[1].isnan().nonzero().flatten().tolist() == [9]
+
+
+def test_the_inline_assembly_moves_codes() -> None:
+    """No interpreter runs it, so its nine instructions are followed here: every byte becomes the
+    E4M3 codes of 2^−6 of its two nibbles, whatever the other bytes of the word are."""
+    from plugins.indexer.kernel_float8 import FOUR_CODES
+
+    operations = {
+        "and": lambda a, b: a & b,
+        "or": lambda a, b: a | b,
+        "shl": lambda a, b: a << b & 0xFFFFFFFF,
+        "shr": lambda a, b: a >> b,
+    }
+    lines = re.findall(r"(and|or|shl|shr)\.\w+ (\S+), (\S+), (\S+);", FOUR_CODES.value)
+    assert len(lines) == FOUR_CODES.value.count(";") - 1 == 9
+    for first in range(0, 256, 4):
+        word = int.from_bytes(range(first, first + 4), "little")
+        registers = {"$2": word}
+        for name, target, *operands in lines:
+            values = [registers[x] if x in registers else int(x, 0) for x in operands]
+            registers[target] = operations[name](*values)
+        for place, result in ((0, "$0"), (1, "$1")):
+            codes = torch.tensor([*registers[result].to_bytes(4, "little")], dtype=torch.uint8)
+            nibbles = [byte >> 4 * place & 15 for byte in range(first, first + 4)]
+            values = torch.tensor([E2M1[n & 7] * (-1 if n & 8 else 1) for n in nibbles])
+            assert torch.equal(codes.view(torch.float8_e4m3fn).float() * 64, values)
 
 
 def test_a_row_depends_on_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
