@@ -80,7 +80,7 @@ def build_engine(
         )
         (partial / CONFIG_NAME).write_text(engine.config_json())
         if plans is not None:
-            from builder.onnx_export import default_options, export_engine
+            from builder.graph.export import default_options, export_engine
             from builder.plans.segments import build_plans
 
             export_engine(engine, default_options(config, getattr(torch, plans)), progress)

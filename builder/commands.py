@@ -21,10 +21,10 @@ from builder.inspection import (
 )
 from builder.presets import find_config, slice_config
 from builder.progress import Progress
-from builder.quantize import quantize_checkpoint
-from builder.quantize_calibrate import CalibrationData
-from builder.quantize_recipe import Recipe
-from builder.quantize_report import render_report
+from builder.quantization.calibrate import CalibrationData
+from builder.quantization.quantize import quantize_checkpoint
+from builder.quantization.recipe import Recipe
+from builder.quantization.report import render_report
 from builder.random_checkpoint import init_checkpoint
 from builder.trtllm import TARGET_VERSION
 from builder.trtllm.export import write_adapter

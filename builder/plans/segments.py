@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from builder.onnx_export import read_options
+from builder.graph.export import read_options
 from builder.plans.backend import PlanBackend, PlanRequest
 from builder.plans.ranges import segment_ranges
 from engine.config import ModelConfig

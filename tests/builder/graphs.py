@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from builder.onnx_executor import GraphExecutor
-from builder.onnx_export import export_segments
-from builder.onnx_trace import GraphOptions
+from builder.graph.executor import GraphExecutor
+from builder.graph.export import export_segments
+from builder.graph.trace import GraphOptions
 from engine.batch import DraftBatch, RaggedBatch
 from engine.config import ModelConfig
 from engine.network.block import Residual

@@ -16,8 +16,8 @@ import torch
 
 from builder.checkpoint import Checkpoint
 from builder.cli import main
-from builder.onnx_executor import GraphError
-from builder.onnx_export import default_options, export_engine
+from builder.graph.executor import GraphError
+from builder.graph.export import default_options, export_engine
 from builder.progress import Progress
 from engine.batch import DraftBatch
 from engine.directory import Engine

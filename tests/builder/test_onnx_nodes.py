@@ -14,10 +14,10 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from builder.onnx_graph import GraphBuilder, onnx_type
-from builder.onnx_ops import OPERATORS
-from builder.onnx_translate import translate
-from builder.onnx_weights import (
+from builder.graph.nodes import GraphBuilder, onnx_type
+from builder.graph.ops import OPERATORS
+from builder.graph.translate import translate
+from builder.graph.weights import (
     Leaf,
     Stack,
     WeightFile,

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from builder import quantize_modelopt
 from builder.checkpoint import Checkpoint
 from builder.cli import main
 from builder.progress import Progress
-from builder.quantize import quantize_checkpoint
-from builder.quantize_recipe import CLASSES, Recipe, weight_class
-from builder.quantize_report import ClassTotals
+from builder.quantization import modelopt as quantize_modelopt
+from builder.quantization.quantize import quantize_checkpoint
+from builder.quantization.recipe import CLASSES, Recipe, weight_class
+from builder.quantization.report import ClassTotals
 from plugins.linear import PackedFormat, PackedMatrix
 
 

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from builder.checkpoint import Checkpoint
 from builder.cli import main
 from builder.progress import Progress
-from builder.quantize import quantize_checkpoint
-from builder.quantize_calibrate import CalibrationData, input_scales
-from builder.quantize_recipe import Recipe
-from builder.quantize_watch import watched_weights
+from builder.quantization.calibrate import CalibrationData, input_scales
+from builder.quantization.quantize import quantize_checkpoint
+from builder.quantization.recipe import Recipe
+from builder.quantization.watch import watched_weights
 from engine.network import Network, load_weights
 from engine.network.run import ForwardMode, run_forward
 from engine.safetensors_file import SafetensorsFile
@@ -200,13 +200,15 @@ def test_interrupted_run_keeps_its_scales(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("builder.quantize._Run.write_shard", stop)
+        patch.setattr("builder.quantization.quantize._Run.write_shard", stop)
         with pytest.raises(KeyboardInterrupt):
             quantize_checkpoint(
                 checkpoint, tmp_path / "out", targets, progress=Progress(), data=data
             )
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("builder.quantize.input_scales", stop)  # must not be needed again
+    monkeypatch.setattr(
+        "builder.quantization.quantize.input_scales", stop
+    )  # must not be needed again
     assert calibrate(float_dir, tmp_path / "out", data_file) == 0
     assert tensors(tmp_path / "out") == tensors(calibrated)
     assert not list((tmp_path / "out").glob("quantize.*"))

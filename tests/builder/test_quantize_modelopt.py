@@ -13,8 +13,8 @@ import torch
 from builder.checkpoint import Checkpoint
 from builder.cli import main
 from builder.progress import Progress
-from builder.quantize import quantize_checkpoint
-from builder.quantize_recipe import CLASSES
+from builder.quantization.quantize import quantize_checkpoint
+from builder.quantization.recipe import CLASSES
 from engine.directory import Engine
 from engine.safetensors_file import SafetensorsFile
 from python_backend.service import ServedModel
@@ -183,7 +183,7 @@ def test_streaming_in_small_chunks_writes_the_same(
 ) -> None:
     """Chunks of 64 rows of 64: NVFP4's global scale comes from all of them."""
     format, directory = quantized
-    monkeypatch.setattr("builder.quantize._CHUNK_VALUES", 4096)
+    monkeypatch.setattr("builder.quantization.quantize._CHUNK_VALUES", 4096)
     checkpoint = Checkpoint.open(float_dir)
     targets = dict.fromkeys([weight.name for weight in checkpoint.weights], "source")
     names = ("layers.0.attn.wq_b", "layers.4.engram.embed")
@@ -196,7 +196,7 @@ def test_streaming_in_small_chunks_writes_the_same(
 
 
 def test_zeros_and_extremes(float_dir: Path, tmp_path: Path) -> None:
-    from builder.quantize_modelopt import quantize_rows
+    from builder.quantization.modelopt import quantize_rows
 
     zeros = torch.zeros(32, 64)
     for format in ("nvfp4", "mxfp8"):
@@ -214,7 +214,7 @@ def test_zeros_and_extremes(float_dir: Path, tmp_path: Path) -> None:
 
 
 def test_another_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from builder import quantize_modelopt
+    from builder.quantization import modelopt as quantize_modelopt
 
     assert quantize_modelopt.check_modelopt() == []
     monkeypatch.setattr(quantize_modelopt, "version", lambda _: "0.50.1")
@@ -231,7 +231,7 @@ def test_version_that_cannot_be_used_is_told(
     """As 0.41 does, which has no such configuration."""
     import modelopt.torch.quantization as mtq
 
-    from builder import quantize_modelopt
+    from builder.quantization import modelopt as quantize_modelopt
 
     monkeypatch.setattr(quantize_modelopt, "version", lambda _: "0.41.0")
     monkeypatch.delattr(mtq, "W4A16_NVFP4_CFG")

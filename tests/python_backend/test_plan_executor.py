@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from builder.cli import main
-from builder.onnx_executor import GraphExecutor
+from builder.graph.executor import GraphExecutor
 from builder.plans import BACKENDS
 from engine.directory import Engine
 from engine.manifest import EngineError

@@ -72,7 +72,9 @@ class Recipe:
     @staticmethod
     def named(name: str) -> Recipe:
         """One of NAMED_RECIPES."""
-        return _parse((files("builder") / "recipes" / f"{name}.yaml").read_text(), name)
+        return _parse(
+            (files("builder.quantization") / "recipes" / f"{name}.yaml").read_text(), name
+        )
 
     @staticmethod
     def read(path: Path) -> Recipe:

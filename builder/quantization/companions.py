@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from builder.checkpoint import Checkpoint, requantized_format
-from builder.quantize_modelopt import LayerFormat, describe_layers, modelopt_version
-from builder.quantize_recipe import Target, stored_format
+from builder.quantization.modelopt import LayerFormat, describe_layers, modelopt_version
+from builder.quantization.recipe import Target, stored_format
 from engine.directory import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,

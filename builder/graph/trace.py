@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from builder.onnx_weights import Leaf, leaf_form, with_leaves
+from builder.graph.weights import Leaf, leaf_form, with_leaves
 from engine.batch import DraftBatch, RaggedBatch
 from engine.config import ModelConfig
 from engine.network.block import Residual

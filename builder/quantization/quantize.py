@@ -23,16 +23,16 @@ from builder.assemble import check_output
 from builder.checkpoint import Checkpoint, check_weight, requantized_format
 from builder.layout import Requantized, WeightSpec
 from builder.progress import Progress
-from builder.quantize_calibrate import CalibrationData, input_scales
-from builder.quantize_companions import layer_formats, write_companions, write_json
-from builder.quantize_modelopt import (
+from builder.quantization.calibrate import CalibrationData, input_scales
+from builder.quantization.companions import layer_formats, write_companions, write_json
+from builder.quantization.modelopt import (
     check_modelopt,
     global_scale,
     modelopt_version,
     quantize_rows,
 )
-from builder.quantize_recipe import Target, stored_format, weight_class
-from builder.quantize_report import ClassTotals, merged
+from builder.quantization.recipe import Target, stored_format, weight_class
+from builder.quantization.report import ClassTotals, merged
 from engine.config import ConfigError
 from engine.directory import PARTIAL_SUFFIX
 from engine.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorInfo

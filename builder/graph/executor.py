@@ -4,7 +4,7 @@
     outputs = executor.run(encoder_tensors(batch, tables, pools, engram))
 
 What runs is the file: its nodes, attributes and weights. Standard nodes are those of
-builder/onnx_ops.py, nodes of our domain run the registry's operators. onnx's ReferenceEvaluator is
+builder/graph/ops.py, nodes of our domain run the registry's operators. onnx's ReferenceEvaluator is
 not used: it works on numpy arrays, which have no bfloat16, and copies where a cache is written in
 place.
 """
@@ -20,9 +20,9 @@ from typing import Any
 import onnx
 import torch
 
-from builder.onnx_export import read_options
-from builder.onnx_ops import OPERATORS, TORCH_DTYPES, Run
-from builder.onnx_weights import TWO_A_BYTE
+from builder.graph.export import read_options
+from builder.graph.ops import OPERATORS, TORCH_DTYPES, Run
+from builder.graph.weights import TWO_A_BYTE
 from engine.safetensors_file import map_file
 from plugins.graph import DOMAIN, graph_operator
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from builder.onnx_graph import GraphBuilder, onnx_type
+from builder.graph.nodes import GraphBuilder, onnx_type
 from plugins.graph import DOMAIN, graph_operator
 
 
@@ -69,7 +69,7 @@ class _Walker:
                 translation = _TRANSLATIONS[str(node.target)]
             except KeyError:
                 raise NotImplementedError(
-                    f"the network uses {node.target}, which builder/onnx_translate.py cannot "
+                    f"the network uses {node.target}, which builder/graph/translate.py cannot "
                     "translate; add its ONNX node there"
                 ) from None
             self._values[node] = translation(self, node, *node.args, **node.kwargs)

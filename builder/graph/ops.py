@@ -1,7 +1,7 @@
 """The standard ONNX operators that exported segments use, on torch tensors.
 
-As the ONNX specification has them, for the inputs and attributes that builder/onnx_translate.py
-and builder/onnx_weights.py write; the two dequantisers of quantised weights included.
+As the ONNX specification has them, for the inputs and attributes that builder/graph/translate.py
+and builder/graph/weights.py write; the two dequantisers of quantised weights included.
 """
 
 from __future__ import annotations

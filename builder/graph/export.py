@@ -16,10 +16,10 @@ from pathlib import Path
 import onnx
 import torch
 
-from builder.onnx_graph import GraphBuilder, onnx_type
-from builder.onnx_trace import GraphOptions, TracedSegment, trace_segment
-from builder.onnx_translate import translate
-from builder.onnx_weights import (
+from builder.graph.nodes import GraphBuilder, onnx_type
+from builder.graph.trace import GraphOptions, TracedSegment, trace_segment
+from builder.graph.translate import translate
+from builder.graph.weights import (
     TRT_DOMAIN,
     WEIGHTS_NAME,
     Leaf,

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import onnx
 import torch
 
-from builder.onnx_graph import GraphBuilder, onnx_type
+from builder.graph.nodes import GraphBuilder, onnx_type
 from plugins.formats.released import BLOCK
 from plugins.formats.rows import PackedRows, Region, ValueRows
 from plugins.graph_values import EXPERT_PARTS, GraphRows, Pages

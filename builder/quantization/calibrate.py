@@ -21,8 +21,8 @@ import torch
 from builder.checkpoint import Checkpoint
 from builder.forward import check_tokens
 from builder.progress import Progress
-from builder.quantize_modelopt import modelopt, quiet
-from builder.quantize_watch import Observer, watched_weights
+from builder.quantization.modelopt import modelopt, quiet
+from builder.quantization.watch import Observer, watched_weights
 from builder.token_class import read_tokenizer
 from engine.config import ConfigError
 from engine.network import Network, load_weights

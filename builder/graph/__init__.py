@@ -1,0 +1,1 @@
+"""The segments of an engine as ONNX graphs, and the graphs executed."""
