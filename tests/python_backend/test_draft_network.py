@@ -35,6 +35,7 @@ from tests.python_backend.real_core import (
     serve,
     stream,
 )
+from tests.python_backend.serving import Stream
 
 BLOCK = 3  # of the golden model
 ALL = DraftRule(most=BLOCK, min_survival=0.0)
@@ -170,3 +171,26 @@ def test_first_drafts_are_the_references(
     assert one.output[0] == int(reference["logits"][-1].argmax())
     assert tokens == reference["draft_tokens"].tolist()
     assert confidence == pytest.approx(reference["draft_confidence"].tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", [None, ALL], ids=["plain", "drafted"])
+def test_preempted_requests_answer_as_alone(network64: Network, rule: DraftRule | None) -> None:
+    """Two requests whose prompts fill 4 of 5 pages and that need 4 pages each in the end."""
+    sizes = {"global_page_tokens": 8, "max_batch_size": 2, "max_num_tokens": 64}
+    roomy = bounds_of(prefix_cache=False, **sizes)
+    small = replace(bounds_of(prefix_cache=False, num_global_pages=6, **sizes), draft=rule)
+
+    def two() -> list[Stream]:
+        prompts = (np.arange(7, 23, dtype=np.int32), np.arange(60, 76, dtype=np.int32))
+        return [stream(f"r{i}", p, 12, False, seed=i) for i, p in enumerate(prompts)]
+
+    plain, crowded = two(), two()
+    alone = core_of(network64, roomy)
+    for one in plain:
+        serve(alone, [one], [0])
+    answers = {i: one.output for i, one in enumerate(plain)}
+    together = drafting_core(network64, small, answers) if rule else core_of(network64, small)
+    serve(together, crowded, [0, 0])
+    assert together.statistics().num_preemptions > 0
+    for one, expected in zip(crowded, plain, strict=True):
+        assert_same(together, alone, one, expected)
