@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from engine.config import ModelConfig
 from examples.tinyflash.compare import paired
 from examples.tinyflash.evaluation import TASKS, Report
-from examples.tinyflash.measure import Cache, file_name, replay_setting
+from examples.tinyflash.measure import FORMATS, Cache, file_name, replay_setting
 from examples.tinyflash.scoring import PairedDifference
 
 NOT_MEASURED = "not measured"
@@ -106,6 +106,23 @@ def claims(results: Results) -> Iterator[Claim]:
     yield from _drafts(results)
     for name in MECHANISMS:
         yield _mechanism(results, name)
+
+
+def quantised(results: Results) -> str:
+    """A table of the formats that were measured, as released first; empty where none was."""
+    found = [name for name in FORMATS if any(results.run(task, name) for task in TASKS)]
+    if not found:
+        return ""
+    rows = [("weights", *(cell for task in TASKS for cell in (task, "difference")))]
+    cells = [cell for task in TASKS for cell in (percent(results.served(task)), "")]
+    rows.append(("as released", *cells))
+    for name in found:
+        cells = []
+        for task in TASKS:
+            made = results.run(task, name)
+            cells += [percent(made), signed(difference(results.served(task), made))]
+        rows.append((f"`{name}`", *cells))
+    return markdown(rows)
 
 
 def _accuracy(what: str, part: Report | None, bar: float) -> Claim:

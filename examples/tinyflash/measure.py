@@ -5,6 +5,8 @@
     python -m examples.tinyflash.measure --engine runs/measured --out benchmarks/tinyflash \\
         --device cuda
 
+`--quantised nvfp4=DIR mxfp8=DIR` measures engines of the same model in these formats too.
+
 Each run is one JSON file; files that exist are kept, so that an interrupted measurement goes on
 where it was, unless another engine or other questions made them. Cold answers come first and leave
 their prompts in the prefix cache; warm answers are to the same prompts again.
@@ -17,7 +19,7 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -43,6 +45,12 @@ from examples.tinyflash.speculate import acceptance
 
 Cache = Literal["cold", "warm"]
 
+# What an engine of each format says of its weights.
+FORMATS = {
+    "nvfp4": {"linears": "nvfp4", "experts": "nvfp4", "engram_rows": "nvfp4"},
+    "nvfp4-experts": {"linears": "fp8", "experts": "fp4 and nvfp4", "engram_rows": "fp8"},
+    "mxfp8": {"linears": "mxfp8", "experts": "mxfp8", "engram_rows": "mxfp8"},
+}
 CURVE_WINDOWS = (0, 0.25, 0.5, 1, 2, 4)
 _KEPT_MISTAKES = 8
 
@@ -63,13 +71,17 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """One model in one setting; `options` are serve settings, one report per state of the cache."""
+    """One model in one setting; `options` are serve settings, one report per state of the cache.
+
+    `engine`: the model in another format, where it is not the measured engine that is asked.
+    """
 
     task: Task
     setting: str
     options: dict[str, Any] = field(default_factory=dict)
     ablate: str | None = None
     caches: tuple[Cache, ...] = ("cold",)
+    engine: Path | None = None
 
     @property
     def files(self) -> dict[Cache, str]:
@@ -77,6 +89,7 @@ class Job:
 
     def run(self, engine: Path, sizes: Sizes, device: str) -> dict[str, Report]:
         """The reports by file name."""
+        engine = self.engine or engine
         options = {"dtype": "float32", "swa_bounded_replay": True} | self.options
         answers: dict[Cache, list[Answer]] = {cache: [] for cache in self.caches}
         seconds = dict.fromkeys(self.caches, 0.0)
@@ -135,8 +148,11 @@ def replay_setting(config: ModelConfig, windows: float) -> tuple[str, int]:
     return f"replay-{rows}", rows
 
 
-def jobs(config: ModelConfig) -> list[Job | AcceptanceJob]:
-    """Every run, the longest first so that none of them is left alone at the end."""
+def jobs(config: ModelConfig, quantised: Mapping[str, Path]) -> list[Job | AcceptanceJob]:
+    """Every run, the longest first so that none of them is left alone at the end.
+
+    `quantised`: engines by the name of their format, asked in the served setting.
+    """
     both: tuple[Cache, ...] = ("cold", "warm")
     made: list[Job | AcceptanceJob] = [AcceptanceJob("float64")]
     for task in reversed(TASKS):
@@ -144,24 +160,32 @@ def jobs(config: ModelConfig) -> list[Job | AcceptanceJob]:
         for windows in sorted(CURVE_WINDOWS, reverse=True):
             name, rows = replay_setting(config, windows)
             made.append(Job(task, name, {"replay_length": rows}, caches=both))
+        served = {"replay_length": replay_setting(config, 1)[1]}
+        for name, other in quantised.items():
+            made.append(Job(task, name, served, engine=other))
         made += [Job(task, f"no-{name}", ablate=name) for name in ABLATIONS]
     made += [Job("arithmetic", "float64", {"dtype": "float64"}), AcceptanceJob("float32")]
     return made
 
 
-def missing(engine: Path, out: Path, sizes: Sizes) -> list[Job | AcceptanceJob]:
+def missing(
+    engine: Path, out: Path, sizes: Sizes, quantised: Mapping[str, Path]
+) -> list[Job | AcceptanceJob]:
     """The runs that have not all their files in `out`.
 
-    Raises ValueError for fewer than two questions, and for a file that another engine, seed or
-    number of questions made: a page must not mix them.
+    Raises ValueError for fewer than two questions, for a quantised engine of another model, and for
+    a file that another engine, seed or number of questions made: a page must not mix them.
     """
     if min(sizes.arithmetic, sizes.retrieval) < 2:
         raise ValueError(
             f"expected at least 2 questions of each kind, got {sizes.arithmetic} and "
             f"{sizes.retrieval}; raise the numbers"
         )
+    config = Engine.open(engine).config
+    for name, other in quantised.items():
+        _check_quantised(name, Engine.open(other), config)
     todo = []
-    for job in jobs(Engine.open(engine).config):
+    for job in jobs(config, quantised):
         paths = [out / name for name in job.files.values()]
         for path in filter(Path.exists, paths):
             _check_kept(path, job, engine, sizes)
@@ -170,11 +194,25 @@ def missing(engine: Path, out: Path, sizes: Sizes) -> list[Job | AcceptanceJob]:
     return todo
 
 
+def _check_quantised(name: str, engine: Engine, config: ModelConfig) -> None:
+    if engine.config != config:
+        raise ValueError(
+            f"expected the configuration of the measured engine in {engine.path}, got another; "
+            "build both from one checkpoint"
+        )
+    if engine.quantization != FORMATS[name]:
+        raise ValueError(
+            f"expected weights {FORMATS[name]} in {engine.path} for {name}, got "
+            f"{dict(engine.quantization)}; give each format its own engine"
+        )
+
+
 def _check_kept(path: Path, job: Job | AcceptanceJob, engine: Path, sizes: Sizes) -> None:
     made = json.loads(path.read_text())
     is_retrieval = isinstance(job, Job) and job.task == "retrieval"
+    asked = (job.engine if isinstance(job, Job) else None) or engine
     wanted = {
-        "engine": origin(engine, "cpu")["engine"],
+        "engine": origin(asked, "cpu")["engine"],
         "seed": sizes.seed,
         "n": sizes.retrieval if is_retrieval else sizes.arithmetic,
     }
@@ -244,6 +282,15 @@ def _without_details(made: Report) -> Report:
     return made | {"records": mistakes[:_KEPT_MISTAKES]}
 
 
+def _named_engine(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    if name not in FORMATS or not path:
+        raise argparse.ArgumentTypeError(
+            f"expected FORMAT=DIR with one of {', '.join(FORMATS)}, got {text}"
+        )
+    return name, Path(path)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m examples.tinyflash.measure",
@@ -253,6 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--engine", type=Path, required=True, help="engine directory with a tokenizer")
+    add("--quantised", type=_named_engine, nargs="+", default=[], metavar="FORMAT=DIR",
+        help="engines of the same model with weights in these formats")  # fmt: skip
     add("--out", type=Path, required=True, help="directory of the results; those there are kept")
     add("--arithmetic", type=int, default=1319, help="number of word problems")
     add("--retrieval", type=int, default=500, help="number of documents")
@@ -265,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.arithmetic, options.retrieval, options.seed, tuple(options.document_tokens)
     )
     try:
-        todo = missing(options.engine, options.out, sizes)
+        todo = missing(options.engine, options.out, sizes, dict(options.quantised))
         failed = 0
         for done, (job, error, seconds) in enumerate(
             measure(

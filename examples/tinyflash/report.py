@@ -32,6 +32,7 @@ from examples.tinyflash.claims import (
     markdown,
     mechanism,
     percent,
+    quantised,
     signed,
 )
 from examples.tinyflash.evaluation import DOCUMENT_TOKENS, TASKS, Report
@@ -83,6 +84,7 @@ def _values(results: Results, directory: Path) -> Iterator[tuple[str, str]]:
     yield "replay", _replay_table(results)
     yield "curve", _curve_table(results)
     yield "mechanisms", _mechanism_table(results)
+    yield "quantised", _quantised(results)
     yield "drafts", _drafts(results)
     yield "float64", _float64(results)
     yield "mistakes", _mistakes(results)
@@ -143,6 +145,13 @@ def _mechanism_table(results: Results) -> str:
             cells.append(signed(mechanism(results, name, task)))
         rows.append((name, *cells))
     return markdown(rows)
+
+
+def _quantised(results: Results) -> str:
+    """A section of its own, nothing before a quantised engine was measured."""
+    table = quantised(results)
+    page = Template((TEMPLATES / "quantised.md").read_text())
+    return page.substitute(table=table) if table else ""
 
 
 def _drafts(results: Results) -> str:

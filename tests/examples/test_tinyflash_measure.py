@@ -33,7 +33,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_claim_has_its_runs(engine: Path) -> None:
     """A window is 16 rows: replays of 0, 1/4, 1/2, 1, 2 and 4 windows, cold and warm."""
     names = [
-        name for job in measure.jobs(Engine.open(engine).config) for name in job.files.values()
+        name for job in measure.jobs(Engine.open(engine).config, {}) for name in job.files.values()
     ]
     assert len(names) == len(set(names))
     lengths = [0, 4, 8, 16, 32, 64]
@@ -54,12 +54,12 @@ def test_what_is_there_is_kept(
     there = Job("retrieval", "replay-16", caches=both)
     failing = Job("arithmetic", "replay-16", {"replay_length": -1})
     last = Job("retrieval", "replay-0", {"replay_length": 0}, caches=both)
-    monkeypatch.setattr(measure, "jobs", lambda config: [there, failing, last])
+    monkeypatch.setattr(measure, "jobs", lambda config, quantised: [there, failing, last])
     digest = hashlib.sha256((engine / "manifest.json").read_bytes()).hexdigest()[:16]
     kept = json.dumps({"seed": 9, "n": 2, "settings": {"engine": digest}, "kept": True})
     for name in there.files.values():
         (tmp_path / name).write_text(kept)
-    todo = measure.missing(engine, tmp_path, SIZES)
+    todo = measure.missing(engine, tmp_path, SIZES, {})
     ended = list(measure.measure(todo, engine, tmp_path, SIZES, device="cpu", workers=1))
     assert [job for job, _, _ in ended] == [failing, last]
     assert "replay_length of at least 0, got -1" in (ended[0][1] or "")
@@ -100,9 +100,63 @@ def test_results_of_other_engines_and_questions_are_not_kept(
     assert words in capsys.readouterr().err.partition("got")[2]
 
 
+@pytest.fixture(scope="module")
+def mxfp8(engine: Path) -> Path:
+    """The same model with MXFP8 weights."""
+    folder = engine.parent
+    made = ["quantize", f"--checkpoint_dir={folder / 'c'}", f"--output_dir={folder / 'q'}"]
+    assert build([*made, "--format=mxfp8"]) == 0
+    made = ["engine", f"--checkpoint_dir={folder / 'q'}", f"--output_dir={folder / 'eq'}"]
+    assert build([*made, "--max_batch_size=4", "--max_num_tokens=512", "--max_seq_len=512"]) == 0
+    return folder / "eq"
+
+
+def test_quantised_engines_are_asked_in_the_served_setting(
+    engine: Path, mxfp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From FP8 and FP4 with power-of-two scales MXFP8 loses nothing: the same answers."""
+    config = Engine.open(engine).config
+    every = measure.jobs(config, {"mxfp8": mxfp8})
+    own = [job for job in every if isinstance(job, Job) and job.engine is not None]
+    assert [list(job.files.values()) for job in own] == [
+        ["retrieval.mxfp8.cold.json"], ["arithmetic.mxfp8.cold.json"]
+    ]  # fmt: skip
+    served = Job("arithmetic", "replay-16", {"replay_length": 16})
+    monkeypatch.setattr(measure, "jobs", lambda config, quantised: [served, own[1]])
+    todo = measure.missing(engine, tmp_path, SIZES, {"mxfp8": mxfp8})
+    ended = list(measure.measure(todo, engine, tmp_path, SIZES, device="cpu", workers=1))
+    assert [error for _, error, _ in ended] == [None, None]
+    base, other = (json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())[::-1])
+    assert [r["text"] for r in other["records"]] == [r["text"] for r in base["records"]]
+    changed = {"engine", "threads"}
+    assert {k for k in base["settings"] if base["settings"][k] != other["settings"][k]} <= changed
+    digest = hashlib.sha256((mxfp8 / "manifest.json").read_bytes()).hexdigest()[:16]
+    assert other["settings"]["engine"] == digest
+    assert measure.missing(engine, tmp_path, SIZES, {"mxfp8": mxfp8}) == []
+    (tmp_path / "arithmetic.mxfp8.cold.json").write_text(json.dumps(base))
+    with pytest.raises(ValueError, match=f"'engine': '{digest}'.*mxfp8.cold.json, got"):
+        measure.missing(engine, tmp_path, SIZES, {"mxfp8": mxfp8})
+
+
+def test_engines_of_another_format_or_model_are_refused(
+    engine: Path, mxfp8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [f"--engine={engine}", f"--out={tmp_path}", "--quantised"]
+    assert measure.main([*asked, f"nvfp4={mxfp8}"]) == 2
+    assert "for nvfp4, got {'linears': 'mxfp8'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        measure.main([*asked, f"fp8={mxfp8}"])
+    assert "one of nvfp4, nvfp4-experts, mxfp8, got fp8=" in capsys.readouterr().err
+    assert build(["init", "--config=tiny", f"--output_dir={tmp_path / 'c'}"]) == 0
+    made = ["engine", f"--checkpoint_dir={tmp_path / 'c'}", f"--output_dir={tmp_path / 'e'}"]
+    assert build(made) == 0
+    assert measure.main([*asked, f"mxfp8={tmp_path / 'e'}"]) == 2
+    assert "got another; build both from one checkpoint" in capsys.readouterr().err
+
+
 def test_too_few_questions_are_refused(engine: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 2 questions of each kind, got 2 and 1"):
-        measure.missing(engine, tmp_path, Sizes(2, 1, 0))
+        measure.missing(engine, tmp_path, Sizes(2, 1, 0), {})
 
 
 def test_acceptance(engine: Path) -> None:

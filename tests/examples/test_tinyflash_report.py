@@ -10,7 +10,7 @@ import pytest
 
 from engine.config_reader import read_config_file
 from examples.tinyflash import report as pages
-from examples.tinyflash.claims import Claim, Results, claims, mechanism, percent
+from examples.tinyflash.claims import Claim, Results, claims, mechanism, percent, quantised
 from examples.tinyflash.evaluation import Answer, Report, report
 from examples.tinyflash.scoring import Question
 
@@ -90,6 +90,30 @@ def test_drafts() -> None:
     assert (accepted.measured, accepted.verdict) == ("2.40", "**missed** by 0.10")
     texts = results["texts with drafts that differ from those without, float64"]
     assert (texts.measured, texts.verdict) == ("2 of 8", "**missed** by 2 texts")
+
+
+def test_quantised_weights_are_compared_with_those_as_released() -> None:
+    """MXFP8 answers alike; NVFP4 loses one of four, 0.25 ± 0.25, and was not asked for facts."""
+    base, facts = made("arithmetic", "1110"), made("retrieval", "1111")
+    some = Results(
+        CONFIG,
+        {
+            f"arithmetic.replay-{WINDOW}.cold.json": base,
+            f"retrieval.replay-{WINDOW}.cold.json": facts,
+            "arithmetic.mxfp8.cold.json": base,
+            "retrieval.mxfp8.cold.json": facts,
+            "arithmetic.nvfp4.cold.json": made("arithmetic", "1010"),
+        },
+    )
+    assert quantised(some).splitlines()[2:] == [
+        "| as released | 75.00 ± 25.00 % |  | 100.00 ± 0.00 % |  |",
+        "| `nvfp4` | 50.00 ± 28.87 % | -25.00 ± 25.00 % (-1.0 se) | not measured | not measured |",
+        "| `mxfp8` | 75.00 ± 25.00 % | +0.00 ± 0.00 % (+0.0 se) | 100.00 ± 0.00 % "
+        "| +0.00 ± 0.00 % (+0.0 se) |",
+    ]
+    title = "## Quantised weights"
+    assert title in pages.pages(some, pages.RESULTS)["accuracy.md"]
+    assert title not in pages.pages(Results(CONFIG, {}), pages.RESULTS)["accuracy.md"]
 
 
 def test_a_single_question_has_no_standard_error() -> None:
