@@ -61,6 +61,7 @@ class ResponseStream:
     text: AnswerText | None
     shown: Shown = field(default_factory=Shown)
     prompt_text: str = ""  # shown before the answer
+    bytes_of: Callable[[npt.NDArray[np.int32]], list[bytes]] | None = None  # None: not asked for
     opened_at: float = field(default_factory=time.monotonic)
     first_token_at: float | None = None
     num_output_tokens: int = 0
@@ -110,6 +111,12 @@ class ResponseStream:
             outputs["cached_tokens"] = _number(delta.cached_tokens)
         if self.shown.log_probs:
             outputs |= _log_probs([d.logprobs for d in self._deltas if d.logprobs is not None])
+        for ids, spelled in (
+            ("output_ids", "output_token_bytes"),
+            ("top_log_prob_ids", "top_token_bytes"),
+        ):
+            if self.bytes_of is not None and ids in outputs:
+                outputs[spelled] = _hex(self.bytes_of(outputs[ids][0]))
         if delta.finish_reason is not None:
             outputs |= self._last_outputs(delta.finish_reason)
         return outputs
@@ -286,6 +293,11 @@ def _log_probs(pieces: list[LogProbs]) -> Outputs:
 
 def _text(text: str) -> npt.NDArray[Any]:
     return np.array([[text.encode("utf-8")]], dtype=np.object_)
+
+
+def _hex(pieces: list[bytes]) -> npt.NDArray[Any]:
+    """Hexadecimal, because a piece of a character is no text and JSON holds nothing else."""
+    return np.array([[piece.hex().encode("ascii") for piece in pieces]], dtype=np.object_)
 
 
 def _number(number: int) -> npt.NDArray[Any]:

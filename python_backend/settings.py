@@ -76,6 +76,11 @@ class CoreLimits:
         """Global pages of a whole request. Its last token is never run, so it needs no place."""
         return -(-(num_prompt_tokens + max_tokens - 1) // self.global_page_tokens)
 
+    def longest_answer(self, num_prompt_tokens: int) -> int:
+        """The largest `max_tokens` that this prompt leaves; below 1 when it leaves none."""
+        held = (self.num_global_pages - 1) * self.global_page_tokens + 1
+        return min(self.max_seq_len, held) - num_prompt_tokens
+
 
 @dataclass(frozen=True)
 class ServeSettings:

@@ -120,7 +120,7 @@ class TritonPythonModel:
         model, options = self._model, asked.options
         input_ids = self._input_ids(asked)
         sampling = options.resolve(self._encode)
-        if options.stop_strings or asked.shown.prompt:
+        if options.stop_strings or asked.shown.prompt or asked.shown.token_bytes:
             self._tokenizer()
         # Clients choose equal names; the core's are unique.
         key = f"{next(self._keys)}"
@@ -135,6 +135,7 @@ class TritonPythonModel:
             else AnswerText(model.text.detokenizer(), options.watch(), sampling.min_tokens),
             shown=asked.shown,
             prompt_text=self._spelled(input_ids) if asked.shown.prompt else "",
+            bytes_of=self._tokenizer().bytes_of if asked.shown.token_bytes else None,
         )
         self._responder.open(stream)
         try:
@@ -142,7 +143,7 @@ class TritonPythonModel:
                 Request(
                     request_id=key,
                     input_ids=input_ids,
-                    max_tokens=asked.max_tokens,
+                    max_tokens=self._max_tokens(asked.max_tokens, len(input_ids)),
                     sampling=sampling,
                     end_ids=options.end_ids(
                         model.end_ids if asked.end_ids is None else asked.end_ids
@@ -156,6 +157,13 @@ class TritonPythonModel:
         except Exception as error:  # the responder has the stream now, so it alone may end it
             logger.exception("add_request_failed", extra=fields(request_id=stream.request_id))
             self._responder.forget(stream, _unexpected(error))
+
+    def _max_tokens(self, asked: int, num_input_tokens: int) -> int:
+        """A prompt that leaves no room asks for one token, which the core refuses by its length."""
+        if asked != wire.AS_MANY_AS_FIT:
+            return asked
+        fits = max(1, self._model.limits.longest_answer(num_input_tokens))
+        return min(fits, self._model.defaults.max_tokens or fits)
 
     def _input_ids(self, asked: wire.WireRequest) -> wire.Int32Array:
         if asked.chat is not None:

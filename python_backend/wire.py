@@ -53,6 +53,7 @@ _WIRE_CODES = {
     INTERNAL: INTERNAL,
 }
 DEFAULT_MAX_TOKENS = 16
+AS_MANY_AS_FIT = -1
 NO_END_ID = -1
 _PROMPTS = ("text_input", "input_ids", "messages")
 _CHAT_OPTIONS = ("tools", "thinking", "reasoning_effort")
@@ -108,6 +109,7 @@ INPUTS = (
     Tensor("return_finish_reason", "BOOL"),
     Tensor("return_stop_reason", "BOOL"),
     Tensor("return_cumulative_logprob", "BOOL"),
+    Tensor("return_token_bytes", "BOOL"),
     Tensor("exclude_input_in_output", "BOOL"),
     Tensor("beam_width", "INT32", neutral=(1,)),
     Tensor("length_penalty", "FP32", neutral=(1.0,)),
@@ -158,6 +160,8 @@ OUTPUTS = (
     Tensor("output_log_probs", "FP32", -1),
     Tensor("top_log_prob_ids", "INT32", -1),
     Tensor("top_log_probs", "FP32", -1),
+    Tensor("output_token_bytes", "STRING", -1),
+    Tensor("top_token_bytes", "STRING", -1),
     Tensor("cum_log_probs", "FP32"),
     Tensor("cumulative_logprob", "FP32"),
 )
@@ -178,8 +182,9 @@ class WireRequest:
     """One request as it was sent: exactly one of `text`, `input_ids` and `chat` is given.
 
     `input_ids` is the server's own buffer, which is gone when its call returns. Values are judged
-    by the core, which every road to it passes. `end_ids` None means the model's own end tokens; an
-    empty set means that no token ends it.
+    by the core, which every road to it passes. `max_tokens` AS_MANY_AS_FIT: the server, which
+    knows how long the prompt is, takes what is left. `end_ids` None means the model's own end
+    tokens; an empty set means that no token ends it.
     """
 
     text: str | None

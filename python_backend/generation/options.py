@@ -82,6 +82,7 @@ class Shown:
     stop_reason: bool = False
     log_probs: bool = False
     cumulative_logprob: bool = False
+    token_bytes: bool = False
 
 
 def read_options(
@@ -117,6 +118,7 @@ def read_shown(values: Mapping[str, Array]) -> Shown:
         stop_reason=_flag(values, "return_stop_reason"),
         log_probs=_flag(values, "return_log_probs") or "logprobs" in values,
         cumulative_logprob=_flag(values, "return_cumulative_logprob"),
+        token_bytes=_flag(values, "return_token_bytes"),
     )
 
 

@@ -88,6 +88,10 @@ class TextTokenizer:
                 )
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
+    def bytes_of(self, ids: Int32Array) -> list[bytes]:
+        """What each id adds to the text, ids [n]; a character may be cut between two of them."""
+        return [self._token_bytes[id] for id in ids.tolist()]
+
     def detokenizer(self) -> Detokenizer:
         """A decoder for one request's output."""
         return Detokenizer(self._token_bytes)

@@ -185,6 +185,7 @@ def test_a_request_larger_than_the_pool_is_refused_and_the_queue_moves_on() -> N
     core.add_request(before.request)
     with pytest.raises(RequestError, match=r"^\[exceeds_cache\] expected a request of at most 128"):
         core.add_request(Stream("too large", tokens(10, 120), 10).request)
+    assert bounds.longest_answer(120) == 9
     largest = Stream("largest", tokens(10, 120), 9)
     serve(core, largest, after)
     before.assert_served()

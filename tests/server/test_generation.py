@@ -17,12 +17,16 @@ from tests.server.deployment import GOLDEN, PROMPT, Deployment, RefusedError, jo
 pytestmark = pytest.mark.server
 
 REPLAYED: list[int] = GOLDEN["greedy_from_20_replay"].tolist()
-LOG_PROBS = {"output_log_probs", "cum_log_probs", "top_log_probs", "top_log_prob_ids"}
+MOST = 512
+SPELLED = {"output_token_bytes", "top_token_bytes"}
+LOG_PROBS = SPELLED | {"output_log_probs", "cum_log_probs", "top_log_probs", "top_log_prob_ids"}
 
 
 @pytest.fixture(scope="module")
 def server(engine: Path) -> Iterator[Deployment]:
-    deployment = Deployment(engine, "--dtype=float64", "--global-page-tokens=32")
+    deployment = Deployment(
+        engine, "--dtype=float64", "--global-page-tokens=32", f"--max-seq-len={MOST}"
+    )
     try:
         yield deployment.wait_until_ready()
     finally:
@@ -93,9 +97,31 @@ def test_log_probs_come_where_they_are_asked_for(server: Deployment) -> None:
     assert top[::3] == chosen
     assert max(chosen) < 0
     assert asked["cum_log_probs"] == pytest.approx(sum(chosen), abs=1e-4)
+    assert not SPELLED & set(asked)
     only = both(server, **golden(return_log_probs=True))
     assert only["output_log_probs"] == chosen
     assert "top_log_probs" not in only
+
+
+def test_bytes_of_tokens(server: Deployment, engine: Path) -> None:
+    """A character of two bytes, forced as the token of each, which no text can show."""
+    tokenizer = Tokenizer.from_file(str(engine / "tokenizer.json"))
+    ids = tokenizer.encode("ü", add_special_tokens=False).ids
+    asked = golden(max_tokens=1, logprobs=1, return_token_bytes=True)
+    for id, spelled in zip(ids, ("c3", "bc"), strict=True):
+        answer = server.generate(**asked, logit_bias=f'{{"{id}": 100}}')
+        assert (answer["output_ids"], answer["output_token_bytes"]) == (id, spelled)
+        assert answer["top_log_prob_ids"] == REPLAYED[0]
+        top = bytes.fromhex(answer["top_token_bytes"]).decode(errors="replace")
+        assert top == tokenizer.decode(REPLAYED[:1])
+
+
+def test_as_many_tokens_as_fit(server: Deployment) -> None:
+    answer = server.generate(input_ids=[5] * (MOST - 12), max_tokens=-1, end_id=-1)
+    assert (answer["num_output_tokens"], answer["finish_reason"]) == (12, "length")
+    refusal = rf"at most {MOST} tokens together, got {MOST} \+ 1; shorten"
+    with pytest.raises(RefusedError, match=refusal):
+        server.generate(input_ids=[5] * MOST, max_tokens=-1)
 
 
 def test_equal_seeds_agree_and_others_differ(server: Deployment) -> None:
