@@ -2,7 +2,7 @@
 
 A cast of torch from float8 costs ten times as much as a product with the value. The tables are
 indexed by 16-bit words of the codes (little endian, as stored), or by bytes where four values
-would not fit one element. The values are those of `rounding`, bit for bit.
+would not fit one element, one table per device. The values are those of `rounding`, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ELEMENT = {4: torch.int32, 8: torch.int64}
 def decode_codes(codes: torch.Tensor, kind: Codes, dtype: torch.dtype) -> torch.Tensor:
     """One-byte codes [N, C] → values in `dtype`, one of TABLE_DTYPES: [N, C], or [N, 2·C] for two
     E2M1 a byte. C is even, the rows contiguous."""
-    index, table = _index(codes, kind, dtype), _table(kind, dtype)
+    index, table = _index(codes, kind, dtype), _table(kind, dtype, codes.device)
     return table.index_select(0, index).view(dtype).view(codes.shape[0], -1)
 
 
 def decode_scale(codes: torch.Tensor, kind: Literal["e4m3", "e8m0"]) -> torch.Tensor:
     """float32 values of one-byte scales, any shape."""
     index = raw_bytes(codes).reshape(-1).to(torch.int32)
-    return _scales(kind).index_select(0, index).view(codes.shape)
+    return _scales(kind, codes.device).index_select(0, index).view(codes.shape)
 
 
 def _index(codes: torch.Tensor, kind: Codes, dtype: torch.dtype) -> torch.Tensor:
@@ -40,18 +40,18 @@ def _index(codes: torch.Tensor, kind: Codes, dtype: torch.dtype) -> torch.Tensor
 
 
 @functools.cache
-def _table(kind: Codes, dtype: torch.dtype) -> torch.Tensor:
+def _table(kind: Codes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     byte = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     decode = decode_e4m3 if kind == "e4m3" else unpack_e2m1
     one = decode(byte.unsqueeze(-1), dtype)  # [256, values of a byte]
     if kind == "e2m1" and dtype == torch.float32:
-        return one.view(torch.int64).view(-1)
+        return one.view(torch.int64).view(-1).to(device)
     word = torch.arange(1 << 16)
     both = torch.cat([one[word & 0xFF], one[word >> 8]], dim=-1)
-    return both.view(_ELEMENT[both.shape[-1] * both.itemsize]).view(-1)
+    return both.view(_ELEMENT[both.shape[-1] * both.itemsize]).view(-1).to(device)
 
 
 @functools.cache
-def _scales(kind: Literal["e4m3", "e8m0"]) -> torch.Tensor:
+def _scales(kind: Literal["e4m3", "e8m0"], device: torch.device) -> torch.Tensor:
     byte = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    return (decode_e4m3 if kind == "e4m3" else decode_e8m0)(byte, torch.float32)
+    return (decode_e4m3 if kind == "e4m3" else decode_e8m0)(byte, torch.float32).to(device)

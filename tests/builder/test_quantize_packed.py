@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from builder.layout import all_weights
 from builder.presets import FULL
 from engine.directory import Engine
 from engine.network import Network
+from engine.network.device import moved
 from engine.network.run import ForwardMode, run_forward
 from plugins.formats.nvfp4 import dequantize_weight, quantize_weight
+from plugins.formats.records import nvfp4_engram_record
 from plugins.formats.released import (
     dequantize_fp4_rows,
     dequantize_fp8_blocks,
@@ -24,6 +27,7 @@ from plugins.formats.released import (
     quantize_fp8_blocks,
     quantize_fp8_rows,
 )
+from plugins.formats.rows import PackedRows
 from plugins.linear import LinearWeight, PackedFormat, PackedLinearWeight, PackedMatrix, linear
 from plugins.moe import ExpertWeights, PackedExpertWeights, moe
 from plugins.wo_a import wo_a
@@ -180,6 +184,26 @@ def test_operators_give_the_bits_of_weights_decoded_at_load(
     assert torch.equal(together, run(ExpertWeights(*dense, True), slice(None)))
     alone = torch.cat([run(packed_experts, slice(row, row + 1)) for row in range(21)])
     assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_packed_weights_are_decoded_on_the_device_they_were_moved_to(
+    kind: PackedFormat, dtype: torch.dtype
+) -> None:
+    """Fake tensors refuse an operation on tensors of two devices, as a GPU would."""
+    x = torch.randn(3, 64)
+    linears = PackedLinearWeight(pack(torch.randn(96, 64), kind, dtype), True)
+    stack = [pack(torch.randn(64, 64), kind, dtype)]
+    rows = PackedRows(torch.zeros(5, 36, dtype=torch.uint8), nvfp4_engram_record(64, 0.01))
+    weights = (linears, PackedExpertWeights(stack, stack, stack, dtype, True), rows)
+    on_device, experts, table = moved(weights, "meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y = linear(x.to("meta", dtype), on_device)
+        assert (y.shape, y.dtype, y.device.type) == ((3, 96), dtype, "meta")
+        assert experts.w2.device.type == "meta"
+        read = table.read(torch.zeros(2, dtype=torch.int64, device="meta"), dtype)
+        assert (read.shape, read.device.type) == ((2, 64), "meta")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
