@@ -26,10 +26,12 @@ from client.protocol import (
     GenerateRequest,
     GenerateResult,
     Health,
-    chunk_from_outputs,
-    input_tensors,
 )
 from client.stream import GenerateStream
+from client.tensors import chunk_from_outputs, input_tensors
+
+# A prompt of the longest kind, or its log probabilities, are more than the library's 4 MB.
+CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
 class GrpcClient:
@@ -41,13 +43,7 @@ class GrpcClient:
     def __init__(self, url: str = "localhost:8001", model: str = DEFAULT_MODEL) -> None:
         self.url = url
         self.model = model
-        self._channel = grpc.insecure_channel(
-            url,
-            options=[
-                ("grpc.max_send_message_length", -1),
-                ("grpc.max_receive_message_length", -1),
-            ],
-        )
+        self._channel = grpc.insecure_channel(url, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def generate(self, request: GenerateRequest, *, timeout: float | None = None) -> GenerateResult:
@@ -77,7 +73,7 @@ class GrpcClient:
                 request = service_pb2.ModelReadyRequest(name=self.model)
                 return bool(self._stub.ModelReady(request, timeout=timeout).ready)
             except grpc.RpcError as error:
-                raise self._error(error) from None
+                raise call_error(error, self.url) from None
 
         return probe(ask, self.generate if deep else None, self.model, timeout)
 
@@ -87,7 +83,7 @@ class GrpcClient:
         try:
             statistics = self._stub.ModelStatistics(request, timeout=10.0).model_stats
         except grpc.RpcError as error:
-            raise self._error(error) from None
+            raise call_error(error, self.url) from None
         return sum(int(s.inference_stats.success.count) for s in statistics)
 
     def close(self) -> None:
@@ -107,21 +103,9 @@ class GrpcClient:
     def _open(
         self, request: GenerateRequest, *, stream: bool, timeout: float | None
     ) -> GenerateStream:
-        message = self._message(request, stream=stream)
+        message = infer_message(self.model, request, stream=stream)
         call = self._stub.ModelStreamInfer(iter((message,)), timeout=timeout)
         return GenerateStream(self._chunks(call), call.cancel)
-
-    def _message(self, request: GenerateRequest, *, stream: bool) -> Any:
-        message = service_pb2.ModelInferRequest(model_name=self.model, id=request.request_id)
-        # Without this the server marks no end when the model closes with an empty response.
-        message.parameters["triton_enable_empty_final_response"].bool_param = True
-        for spec, array in input_tensors(request, stream=stream):
-            message.inputs.add(name=spec.name, datatype=spec.datatype, shape=array.shape)
-            data = serialize_byte_tensor(array) if spec.datatype == "BYTES" else array
-            message.raw_input_contents.append(
-                data.item() if spec.datatype == "BYTES" else data.tobytes()
-            )
-        return message
 
     def _chunks(self, call: Any) -> Iterator[GenerateChunk]:
         # Reads past the final response, and past an error, to the end of the call: dropping a call
@@ -132,33 +116,49 @@ class GrpcClient:
                 if response.error_message:
                     failure = failure or DeploymentError.from_server(response.error_message)
                 elif response.infer_response.outputs:
-                    yield chunk_from_outputs(_outputs(response.infer_response))
+                    yield response_chunk(response.infer_response)
         except grpc.RpcError as error:
-            raise failure or self._error(error) from None
+            raise failure or call_error(error, self.url) from None
         if failure:
             raise failure
 
-    def _error(self, error: Any) -> DeploymentError:
-        code, details = error.code(), error.details() or ""
-        if code == grpc.StatusCode.UNAVAILABLE:
-            return DeploymentError(
-                UNAVAILABLE,
-                f"expected a server at {self.url} (gRPC), got no connection: check the address "
-                f"and that the server runs ({details})",
-            )
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeploymentError(DEADLINE_EXCEEDED, "the time limit passed before the answer")
-        return DeploymentError.from_server(details, code.name.lower())
+
+def infer_message(model: str, request: GenerateRequest, *, stream: bool) -> Any:
+    """The request as the server's protobuf message. Errors as `input_tensors`."""
+    message = service_pb2.ModelInferRequest(model_name=model, id=request.request_id)
+    # Without this the server marks no end when the model closes with an empty response.
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for spec, array in input_tensors(request, stream=stream):
+        message.inputs.add(name=spec.name, datatype=spec.datatype, shape=array.shape)
+        data = serialize_byte_tensor(array) if spec.datatype == "BYTES" else array
+        message.raw_input_contents.append(
+            data.item() if spec.datatype == "BYTES" else data.tobytes()
+        )
+    return message
 
 
-def _outputs(answer: Any) -> dict[str, Any]:
-    """Output values by name: the first element of a text, a flat array of integers."""
+def call_error(error: Any, url: str) -> DeploymentError:
+    """What a failed call to the server at `url` means."""
+    code, details = error.code(), error.details() or ""
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return DeploymentError(
+            UNAVAILABLE,
+            f"expected a server at {url} (gRPC), got no connection: check the address "
+            f"and that the server runs ({details})",
+        )
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeploymentError(DEADLINE_EXCEEDED, "the time limit passed before the answer")
+    return DeploymentError.from_server(details, code.name.lower())
+
+
+def response_chunk(answer: Any) -> GenerateChunk:
+    """One ModelInferResponse that has outputs. Errors as `chunk_from_outputs`."""
     outputs: dict[str, Any] = {}
     for tensor, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
         if tensor.datatype == "BYTES":
-            outputs[tensor.name] = deserialize_bytes_tensor(raw)[0]
+            outputs[tensor.name] = deserialize_bytes_tensor(raw).tolist()
         elif tensor.datatype == "INT32":
             outputs[tensor.name] = np.frombuffer(raw, dtype="<i4")
         elif tensor.datatype == "FP32":
             outputs[tensor.name] = np.frombuffer(raw, dtype="<f4")
-    return outputs
+    return chunk_from_outputs(outputs)

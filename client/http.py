@@ -29,10 +29,9 @@ from client.protocol import (
     GenerateRequest,
     GenerateResult,
     Health,
-    chunk_from_outputs,
-    input_tensors,
 )
 from client.stream import GenerateStream
+from client.tensors import chunk_from_outputs, input_tensors
 
 _CODES = {400: INVALID_ARGUMENT, 404: "not_found", 503: UNAVAILABLE}
 

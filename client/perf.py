@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from client.grpc import GrpcClient
 from client.perf_profile import Level, read_profile, summarise
-from client.protocol import DeploymentError, GenerateRequest, Int32Array, input_tensors
+from client.protocol import DeploymentError, GenerateRequest, Int32Array
+from client.tensors import input_tensors
+
+if TYPE_CHECKING:
+    from client.grpc import GrpcClient
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 SETUP_SCRIPT = _CHECKOUT / "scripts" / "setup_perf.sh"

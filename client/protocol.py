@@ -1,13 +1,7 @@
-"""What travels between a client and the deployment: names, types, shapes. No transport.
-
-Shapes on the wire are [1, n]: one request, n elements. Both transports build their bytes from
-`input_tensors` and read them back through `chunk_from_outputs`, so that a name, a type or a rule
-is written once.
-"""
+"""What travels between a client and the deployment: requests, answers, errors. No transport."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +102,7 @@ class GenerateRequest:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     logprobs: int | None = None
+    return_token_bytes: bool | None = None
     exclude_input_in_output: bool | None = None
     end_id: int | None = None
     request_id: str = ""
@@ -134,6 +129,8 @@ class GenerateChunk:
     finish_reason, num_input_tokens, num_output_tokens: with the last response.
     log_probs: float32 [n] of output_ids, where asked for; top_log_prob_ids and top_log_probs:
     [n, K], the K most probable tokens at each place, most probable first.
+    token_bytes, top_token_bytes: where asked for, what each of output_ids and top_log_prob_ids
+    (laid end to end) adds to the text; a character may be cut between two tokens.
     """
 
     text_output: str
@@ -145,6 +142,8 @@ class GenerateChunk:
     log_probs: Float32Array | None = None
     top_log_prob_ids: Int32Array | None = None
     top_log_probs: Float32Array | None = None
+    token_bytes: list[bytes] | None = None
+    top_token_bytes: list[bytes] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +159,8 @@ class GenerateResult:
     log_probs: Float32Array | None = None
     top_log_prob_ids: Int32Array | None = None
     top_log_probs: Float32Array | None = None
+    token_bytes: list[bytes] | None = None
+    top_token_bytes: list[bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -181,92 +182,6 @@ class Health:
         return self.live and self.ready and self.model_ready and self.generates is not False
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, the server's type name and the numpy type of one tensor."""
-
-    name: str
-    datatype: str
-    dtype: type[np.generic]
-
-
-INPUTS = (
-    TensorSpec("text_input", "BYTES", np.object_),
-    TensorSpec("input_ids", "INT32", np.int32),
-    TensorSpec("messages", "BYTES", np.object_),
-    TensorSpec("tools", "BYTES", np.object_),
-    TensorSpec("thinking", "BOOL", np.bool_),
-    TensorSpec("reasoning_effort", "BYTES", np.object_),
-    TensorSpec("max_tokens", "INT32", np.int32),
-    TensorSpec("temperature", "FP32", np.float32),
-    TensorSpec("top_k", "INT32", np.int32),
-    TensorSpec("top_p", "FP32", np.float32),
-    TensorSpec("min_p", "FP32", np.float32),
-    TensorSpec("seed", "UINT64", np.uint64),
-    TensorSpec("repetition_penalty", "FP32", np.float32),
-    TensorSpec("presence_penalty", "FP32", np.float32),
-    TensorSpec("frequency_penalty", "FP32", np.float32),
-    TensorSpec("logit_bias", "BYTES", np.object_),
-    TensorSpec("bad_words", "BYTES", np.object_),
-    TensorSpec("min_tokens", "INT32", np.int32),
-    TensorSpec("stop_words", "BYTES", np.object_),
-    TensorSpec("include_stop_str_in_output", "BOOL", np.bool_),
-    TensorSpec("stop_token_ids", "INT32", np.int32),
-    TensorSpec("ignore_eos", "BOOL", np.bool_),
-    TensorSpec("logprobs", "INT32", np.int32),
-    TensorSpec("exclude_input_in_output", "BOOL", np.bool_),
-    TensorSpec("end_id", "INT32", np.int32),
-)
-_TEXT_LISTS = ("bad_words", "stop_words")
-STREAM = TensorSpec("stream", "BOOL", np.bool_)
-
-
-def input_tensors(
-    request: GenerateRequest, *, stream: bool
-) -> list[tuple[TensorSpec, npt.NDArray[Any]]]:
-    """The request as named tensors of shape [1, n]; text is UTF-8 bytes in an object array.
-
-    Raises ValueError for a value that its tensor cannot hold: a server that reads JSON would wrap
-    it around without a word.
-    """
-    tensors: list[tuple[TensorSpec, npt.NDArray[Any]]] = []
-    for spec in INPUTS:
-        value = getattr(request, spec.name)
-        if value is not None:
-            tensors.append((spec, _tensor(spec, value)))
-    tensors.append((STREAM, np.array([[stream]], dtype=np.bool_)))
-    return tensors
-
-
-def chunk_from_outputs(outputs: Mapping[str, Any]) -> GenerateChunk:
-    """A chunk from named values: `bytes` or `str` for text, integers or flat arrays for numbers.
-
-    Raises DeploymentError `protocol_error` for a finish reason that this client does not know.
-    """
-    reason = _text(outputs.get("finish_reason"))
-    if reason and reason not in tuple(FinishReason):
-        raise DeploymentError(
-            PROTOCOL_ERROR,
-            f"expected a finish_reason of {', '.join(FinishReason)}, got {reason!r}: "
-            "use a client and a server of the same version",
-        )
-    ids = np.atleast_1d(np.asarray(outputs.get("output_ids", ()), dtype=np.int32))
-    log_probs = outputs.get("output_log_probs")
-    top_ids, top = outputs.get("top_log_prob_ids"), outputs.get("top_log_probs")
-    shape = (ids.size, -1) if ids.size else (0, 0)
-    return GenerateChunk(
-        text_output=_text(outputs.get("text_output")) or "",
-        output_ids=ids,
-        finish_reason=FinishReason(reason) if reason else None,
-        num_input_tokens=_number(outputs.get("num_input_tokens")),
-        num_output_tokens=_number(outputs.get("num_output_tokens")),
-        cached_tokens=_number(outputs.get("cached_tokens")),
-        log_probs=None if log_probs is None else np.array(log_probs, np.float32).reshape(-1),
-        top_log_prob_ids=None if top_ids is None else np.array(top_ids, np.int32).reshape(shape),
-        top_log_probs=None if top is None else np.array(top, np.float32).reshape(shape),
-    )
-
-
 def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateResult:
     """Concatenates deltas; each other field is the last one that came."""
 
@@ -274,6 +189,10 @@ def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateResult:
         came = [getattr(chunk, name) for chunk in chunks]
         came = [value for value in came if value is not None and len(value)]
         return np.concatenate(came) if came else None
+
+    def listed(name: str) -> list[bytes] | None:
+        came = [value for chunk in chunks if (value := getattr(chunk, name)) is not None]
+        return [piece for value in came for piece in value] if came else None
 
     def last(name: str) -> Any:
         came = (getattr(chunk, name) for chunk in reversed(chunks))
@@ -290,6 +209,8 @@ def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateResult:
         log_probs=joined("log_probs"),
         top_log_prob_ids=joined("top_log_prob_ids"),
         top_log_probs=joined("top_log_probs"),
+        token_bytes=listed("token_bytes"),
+        top_token_bytes=listed("top_token_bytes"),
     )
 
 
@@ -306,43 +227,3 @@ def _as_int32(name: str, ids: Int32Array | Sequence[int]) -> Int32Array:
     if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
         raise ValueError(f"expected {name} in int32, got from {array.min()} to {array.max()}")
     return np.ascontiguousarray(array, dtype=np.int32)
-
-
-def _tensor(spec: TensorSpec, value: Any) -> npt.NDArray[Any]:
-    if spec.dtype is np.object_:
-        texts = value if spec.name in _TEXT_LISTS else [_as_text(spec.name, value)]
-        try:
-            return np.array([[text.encode("utf-8") for text in texts]], dtype=np.object_)
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"expected {spec.name} to be valid Unicode, got a lone surrogate at character "
-                f"{error.start}: remove it"
-            ) from None
-    if isinstance(value, np.ndarray):
-        return value.reshape(1, -1)
-    if np.issubdtype(spec.dtype, np.integer):
-        limits = np.iinfo(spec.dtype)  # type: ignore[type-var]
-        if int(value) != value or not limits.min <= value <= limits.max:
-            raise ValueError(
-                f"expected {spec.name} as a whole number from {limits.min} to {limits.max}, "
-                f"got {value}"
-            )
-    return np.array([[value]], dtype=spec.dtype)
-
-
-def _as_text(name: str, value: Any) -> str:
-    """Text as it is, an effort's number in digits, lists of objects as JSON."""
-    if isinstance(value, str | int):
-        return str(value)
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"expected {name} that JSON can hold, but {error}") from None
-
-
-def _text(value: Any) -> str | None:
-    return value.decode("utf-8") if isinstance(value, bytes) else value
-
-
-def _number(value: Any) -> int | None:
-    return None if value is None else int(np.atleast_1d(value)[0])

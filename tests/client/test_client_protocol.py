@@ -16,10 +16,9 @@ from client.protocol import (
     FinishReason,
     GenerateChunk,
     GenerateRequest,
-    chunk_from_outputs,
-    input_tensors,
     join_chunks,
 )
+from client.tensors import chunk_from_outputs, input_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 
