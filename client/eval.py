@@ -13,10 +13,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from client.grpc import GrpcClient
 from client.protocol import GenerateRequest
+
+if TYPE_CHECKING:
+    from client.grpc import GrpcClient
 
 Progress = Callable[[str], None]
 
@@ -60,8 +62,7 @@ def run(client: GrpcClient, asked: Evaluation, progress: Progress) -> tuple[dict
     ValueError for a set that cannot be made.
     """
     module = held_out()
-    lengths = asked.document_tokens or module.DOCUMENT_TOKENS
-    questions = module.questions(asked.task, asked.limit, asked.seed, lengths)
+    questions = module.questions(asked.task, asked.limit, asked.seed, asked.document_tokens)
     max_tokens = asked.max_tokens or module.ANSWER_TOKENS
 
     def answer(question: Any) -> Any:

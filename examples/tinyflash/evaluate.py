@@ -63,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(arguments: argparse.Namespace, others: Sequence[Report] = ()) -> Report:
     """Ask and score. Raises ValueError with one sentence for what cannot be asked, and when one of
     the `others` answers other questions."""
-    asked = questions(
-        arguments.task, arguments.limit, arguments.seed, tuple(arguments.document_tokens)
-    )
+    lengths = None if arguments.document_tokens is None else tuple(arguments.document_tokens)
+    asked = questions(arguments.task, arguments.limit, arguments.seed, lengths)
     for other in others:
         compare.check_questions(other, digest([question.prompt for question in asked]))
     options: dict[str, Any] = {
@@ -125,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--task", choices=TASKS, required=True)
     add("--limit", type=int, default=200, help="number of questions")
     add("--seed", type=int, default=0, help="each seed draws other questions")
-    add("--document-tokens", type=int, nargs=2, default=DOCUMENT_TOKENS, help="of retrieval")
+    add("--document-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"),
+        help="of retrieval, {} to {}".format(*DOCUMENT_TOKENS))  # fmt: skip
     add("--max-tokens", type=int, default=ANSWER_TOKENS, help="most tokens of an answer")
     add("--thinking", action="store_true", help="reason before answering")
     add("--device", default="cpu", help="cpu or cuda")

@@ -24,6 +24,8 @@ DOCUMENT_TOKENS = (4096, 8000)
 
 Report = dict[str, Any]
 
+_NORMAL_95 = 1.959964  # the standard normal's 97.5 % point
+
 # What the labels of word problems are called in a report; all but the first are seen templates.
 _PARTS = {"template": "unseen templates", "numbers": "unseen numbers", "range": "unseen range"}
 
@@ -39,18 +41,24 @@ class Answer(NamedTuple):
 
 
 def questions(
-    task: Task, limit: int, seed: int, document_tokens: tuple[int, int] = DOCUMENT_TOKENS
+    task: Task, limit: int, seed: int, document_tokens: tuple[int, int] | None = None
 ) -> list[Question]:
-    """`limit` held-out questions; documents have from `document_tokens[0]` to `[1]` tokens.
+    """`limit` held-out questions; documents of retrieval have from `document_tokens[0]` to `[1]`
+    tokens, `DOCUMENT_TOKENS` when None.
 
-    Raises ValueError for fewer than two questions, which have no standard error, and for lengths
-    that hold no document.
+    Raises ValueError for fewer than two questions, which have no standard error, for lengths that
+    hold no document, and for lengths of word problems, which have none.
     """
     if limit < 2:
         raise ValueError(f"expected a limit of at least 2 questions, got {limit}; raise it")
-    if task == "arithmetic":
-        return heldout_arithmetic(limit, seed)
-    return heldout_retrieval(limit, seed, *document_tokens)
+    if task == "retrieval":
+        return heldout_retrieval(limit, seed, *(document_tokens or DOCUMENT_TOKENS))
+    if document_tokens is not None:
+        raise ValueError(
+            f"expected document tokens with the task retrieval only, got {list(document_tokens)} "
+            f"with {task}; leave them out"
+        )
+    return heldout_arithmetic(limit, seed)
 
 
 def report(
@@ -103,8 +111,7 @@ def table(made: Report) -> str:
     """All questions, then each part of them, one per line."""
     rows = [("part", "questions", "right", "± stderr")]
     for name, part in [("all", made), *made["parts"].items()]:
-        stderr = "" if part["stderr"] is None else f"{100 * part['stderr']:.2f} %"
-        rows.append((name, str(part["n"]), f"{100 * part['accuracy']:.2f} %", stderr))
+        rows.append((name, str(part["n"]), f"{100 * part['accuracy']:.2f} %", _uncertainty(part)))
     return "\n".join(
         [
             *aligned(rows),
@@ -113,6 +120,17 @@ def table(made: Report) -> str:
             f"{made['mean_output_tokens']:.0f} out; {made['num_cut_short']} cut short",
         ]
     )
+
+
+def _uncertainty(part: Report) -> str:
+    """The standard error. Equal results have none, which is not certainty: then the bound that
+    their number allows, of Wilson's interval (1927), 95 %."""
+    if part["stderr"]:
+        return f"{100 * part['stderr']:.2f} %"
+    share = part["n"] / (part["n"] + _NORMAL_95**2)
+    if part["accuracy"]:
+        return f"95 %: ≥ {100 * share:.1f} %"
+    return f"95 %: ≤ {100 * (1 - share):.1f} %"
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

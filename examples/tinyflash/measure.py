@@ -66,7 +66,8 @@ class Sizes(NamedTuple):
 
     def ask(self, task: Task) -> list[Question]:
         limit = self.arithmetic if task == "arithmetic" else self.retrieval
-        return questions(task, limit, self.seed, self.document_tokens)
+        lengths = self.document_tokens if task == "retrieval" else None
+        return questions(task, limit, self.seed, lengths)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,16 @@ def test_a_report_and_its_parts() -> None:
     assert all(line == line.rstrip() for line in lines)
 
 
+def test_equal_results_show_what_their_number_allows() -> None:
+    """Wilson's bounds for 5 of 5 and 0 of 5 at z = 1.96: 5/(5 + 3.8416) = 56.55 % and its rest; one
+    question: 1/4.8416 = 20.65 %."""
+    right = table(made([f"#### {i}" for i in range(5)])).splitlines()
+    assert right[1].split()[2:] == ["100.00", "%", "95", "%:", "≥", "56.6", "%"]
+    assert right[-4].split()[-5:] == ["95", "%:", "≥", "20.7", "%"]
+    wrong = table(made([""] * 5)).splitlines()
+    assert wrong[1].split()[2:] == ["0.00", "%", "95", "%:", "≤", "43.4", "%"]
+
+
 def test_answers_that_were_cut_short_are_counted() -> None:
     assert made(["#### 0"] * 5, finish="length")["num_cut_short"] == 5
 
@@ -225,6 +235,7 @@ def test_what_cannot_be_finished_is_not_begun(
         ([f"--json={tmp_path}"], "expected a file in an existing folder"),
         ([f"--plot={tmp_path / 'none' / 'x.svg'}"], "expected a file in an existing folder"),
         ([f"--compare={tmp_path / 'other.json'}"], "expected reports on the same questions"),
+        (["--document-tokens", "256", "320"], "expected document tokens with the task retrieval"),
         ([], "expected an engine directory"),
     ):
         assert evaluate.main([*asked, *options]) == 2
