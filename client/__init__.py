@@ -7,8 +7,9 @@ with GrpcClient("localhost:8001") as client:
         print(chunk.text_output, end="", flush=True)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from client.chat import Chat, ChatAnswer
-from client.grpc import GrpcClient
 from client.http import HttpClient
 from client.protocol import (
     DeploymentError,
@@ -19,6 +20,9 @@ from client.protocol import (
     Health,
 )
 from client.stream import GenerateStream
+
+if TYPE_CHECKING:
+    from client.grpc import GrpcClient
 
 __all__ = [
     "Chat",
@@ -33,3 +37,12 @@ __all__ = [
     "Health",
     "HttpClient",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """HTTP needs no tritonclient, so what speaks gRPC is imported when it is first named."""
+    if name == "GrpcClient":
+        from client.grpc import GrpcClient
+
+        return GrpcClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from client.grpc import GrpcClient
 from client.http import HttpClient
 from client.protocol import (
     DeploymentError,
@@ -27,6 +26,9 @@ from client.protocol import (
     GenerateResult,
 )
 from client.stream import GenerateStream
+
+if TYPE_CHECKING:
+    from client.grpc import GrpcClient
 
 THINK_END = "</think>"
 DEFAULT_MAX_TOKENS = 256  # leaves room for the conversation in a small engine too
@@ -160,13 +162,16 @@ def _interactive(chat: Chat, terminal: TextIO, say: Callable[[str], None]) -> No
 def _turn(chat: Chat, content: str, say: Callable[[str], None]) -> bool:
     """One answer, printed; False when it was interrupted."""
     answer = chat.ask(content)
+    came = False
     try:
         for chunk in answer:
+            came = True
             print(chunk.text_output, end="", flush=True)
     except KeyboardInterrupt:
         answer.cancel()
     finally:
-        print(flush=True)
+        if came:
+            print(flush=True)
     result = answer.result()
     shown = {
         "input": result.num_input_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from client.cli import main
-from tests.client.real_server import Server, assert_stops, free_address
+from tests.client.real_server import ROOT, Server, assert_stops, free_address
 
 pytestmark = pytest.mark.server
 
@@ -176,3 +177,69 @@ def test_health_where_nobody_listens(protocol: str, capsys: pytest.CaptureFixtur
     assert shown.out.count("NO") == 3
     assert nobody in shown.err
     assert shown.err.count("\n") == 1
+
+
+# -- refused before the server is asked ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["eval", "--task=arithmetic"], ["perf"]])
+def test_a_report_that_cannot_be_written_is_refused_first(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "no folder" / "x.json", tmp_path / "file" / "x.json"):
+        assert main([*command, f"--url={free_address()}", f"--json={path}"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("dsv41-client: expected a file in an existing folder that can be")
+        assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"\xff\xfe"])
+@pytest.mark.parametrize("name", ["ids.npy", "ids.txt"])
+def test_a_file_that_holds_no_ids(
+    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    code = main(["generate", f"--url={free_address()}", "--ids-file", str(tmp_path / name)])
+    error = capsys.readouterr().err
+    if (name, content) == ("ids.txt", b""):  # an empty prompt is the server's to refuse
+        assert (code, "[unavailable]" in error) == (1, True)
+        return
+    assert code == 2
+    assert error.startswith("dsv41-client: expected a readable file of token ids at")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["chat", "--message=x"], ["generate", "--text=x"]])
+def test_an_error_before_any_token_prints_nothing_but_itself(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, f"--url={free_address()}"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("dsv41-client: [unavailable] expected a server at")
+
+
+def test_lengths_of_word_problems_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["eval", "--task=arithmetic", "--document-tokens", "256", "320"]
+    assert main([*asked, f"--url={free_address()}"]) == 2
+    assert "expected document tokens with the task retrieval only" in capsys.readouterr().err
+
+
+def test_without_tritonclient_grpc_says_so_and_http_works(server: Server, tmp_path: Path) -> None:
+    """A package of that name which cannot be imported, before the real one on the path."""
+    (tmp_path / "tritonclient").mkdir()
+    (tmp_path / "tritonclient" / "__init__.py").write_text("raise ImportError('not installed')")
+    for protocol, code, error in (
+        ("grpc", 2, "pip install 'tritonclient[grpc,http]'"),
+        ("http", 0, ""),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "client.cli", "health", *address(server, protocol)],
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True,
+            check=False, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert error in done.stderr
+        assert done.stderr.count("\n") == bool(error)
