@@ -61,11 +61,13 @@ class StepArrays:
         *,
         all_logits: bool = False,
         num_drafts: Int64Array | None = None,
+        more_logit_rows: Int64Array | None = None,
     ) -> RaggedBatch:
         """Expand to per-row tensors.
 
         `all_logits` asks for every decoder row's logits. `num_drafts` [R] counts the drafts at the
         end of each request's rows: who wants logits wants those of the row before them, too.
+        `more_logit_rows`: rows of the step, in the decoder, whose logits come behind all these.
         """
         import torch
 
@@ -77,7 +79,10 @@ class StepArrays:
         if all_logits:
             logit_rows = np.arange(len(decoder_rows), dtype=np.int64)
         else:
-            logit_rows = np.searchsorted(decoder_rows, self._logit_rows(num_drafts))
+            wanted = self._logit_rows(num_drafts)
+            if more_logit_rows is not None:
+                wanted = np.concatenate([wanted, more_logit_rows])
+            logit_rows = np.searchsorted(decoder_rows, wanted)
 
         def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)

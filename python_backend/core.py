@@ -213,9 +213,14 @@ class EngineCore:
                 f"expected token ids from 0 to {self._limits.vocab_size - 1}, got "
                 f"{result.tokens[wanted].tolist()}"
             )
+        judged = [len(logprobs.chosen) for logprobs in result.prompt_logprobs]
+        if judged != [len(piece.targets) for piece in plan.prompt_pieces]:
+            raise ValueError(f"expected log probabilities of every prompt piece, got {judged}")
         check_drafts(plan, result, self._limits.vocab_size)
 
     def _deliver(self, outcome: StepOutcome, logprobs: Mapping[int, LogProbs]) -> None:
+        for tracked, judged in outcome.judged:
+            self._send(tracked, Delta(NO_TOKENS, tracked.cached_tokens, prompt_logprobs=judged))
         tokens, finished = outcome.tokens, outcome.finished
         ends = [1] * len(tokens) if outcome.counts is None else outcome.counts.tolist()
         for i, tracked in enumerate(outcome.requests):

@@ -29,6 +29,7 @@ from python_backend.replay import ReplayRule
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 EXECUTORS = ("torch", "plan")
 DEFAULT_SURVIVAL = 0.1
+MAX_JUDGED_LOGITS = 1 << 25
 
 
 class SettingsError(ValueError):
@@ -56,6 +57,11 @@ class CoreLimits:
     replay: ReplayRule
     prefix_cache: bool
     draft: DraftRule | None = None  # None: nobody drafts
+
+    @property
+    def max_judged_rows(self) -> int:
+        """Prompt rows whose logits one step may make: as many as 128 MiB of float32 hold."""
+        return max(1, MAX_JUDGED_LOGITS // self.vocab_size)
 
     @property
     def most_drafts(self) -> int:

@@ -34,6 +34,19 @@ class Beginning(NamedTuple):
     tokens: Int32Array
 
 
+class PromptPiece(NamedTuple):
+    """Consecutive rows of the step whose logits judge the prompt's next tokens, `targets` [n]."""
+
+    request: int  # of the step
+    first_row: int  # of the step
+    targets: Int32Array
+    num_top: int  # alternatives that are reported beside each target
+
+    @property
+    def rows(self) -> Int64Array:
+        return np.arange(self.first_row, self.first_row + len(self.targets), dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class PageTables:
     """Persistent tables indexed by slot; the pools own them, an executor only reads.
@@ -70,6 +83,7 @@ class StepPlan:
     beginnings: Sequence[Beginning]  # of the fresh ones
     num_drafts: Int64Array  # [R]
     wants_drafts: npt.NDArray[np.bool_]  # [R]
+    prompt_pieces: Sequence[PromptPiece] = ()
 
 
 class DraftBlocks(NamedTuple):
@@ -86,13 +100,14 @@ class StepResult:
     Before it stand the first `num_accepted[r]` drafts of the plan, which it chose too; None is 0
     for all. `drafts` are for the next step, None when nobody wanted any. `logprobs` are of the
     tokens that a request chose and at least of all that stay, by its number among those who wanted
-    logits.
+    logits. `prompt_logprobs` are of the plan's prompt pieces, one for each.
     """
 
     tokens: Int32Array  # [R]
     num_accepted: Int64Array | None = None  # [R]
     drafts: DraftBlocks | None = None
     logprobs: Mapping[int, LogProbs] = field(default_factory=dict)
+    prompt_logprobs: Sequence[LogProbs] = ()
 
 
 class Executor(Protocol):

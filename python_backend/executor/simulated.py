@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from python_backend.request import LogProbs
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import DraftBlocks, StepPlan, StepResult
+from python_backend.step_plan import DraftBlocks, PromptPiece, StepPlan, StepResult
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -107,7 +108,23 @@ class SimulatedExecutor:
                 if arrays.wants_logits[r]:
                     known = np.append(history[: final[-1] + 1], tokens[r])
                     self._draft(plan, r, known, int(num_accepted[r]) + 1, blocks)
-        return StepResult(tokens, num_accepted, blocks if self._limits.draft else None)
+        drafts = blocks if self._limits.draft else None
+        judgements = [self._judge(plan, piece) for piece in plan.prompt_pieces]
+        return StepResult(tokens, num_accepted, drafts, prompt_logprobs=judgements)
+
+    def _judge(self, plan: StepPlan, piece: PromptPiece) -> LogProbs:
+        """Each target's own number, negative, in the place of its log probability."""
+        arrays, r = plan.arrays, piece.request
+        rows = piece.rows - arrays.query_start[r]
+        positions = arrays.first_position[r] + rows
+        _expect(bool((rows >= 0).all()), "a prompt row belongs to another request")
+        _expect(bool((piece.rows < arrays.query_start[r + 1]).all()), "as above, behind it")
+        _expect(bool((positions >= arrays.decoder_floor[r]).all()), "a judging row was trimmed")
+        within = arrays.tokens[piece.rows[1:]]
+        _expect(bool((piece.targets[:-1] == within).all()), "a target is not the next token")
+        alternatives = np.broadcast_to(piece.targets[:, None], (len(rows), piece.num_top))
+        chosen = -piece.targets.astype(np.float32)
+        return LogProbs(chosen, alternatives, -alternatives.astype(np.float32))
 
     def _choose(self, plan: StepPlan, r: int, history: Int32Array) -> tuple[int, int]:
         """The token after the last draft that stays, and how many do."""

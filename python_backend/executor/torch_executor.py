@@ -9,7 +9,7 @@ the tables that its slots name. Guarantee on a CPU: a row's result depends on it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +22,12 @@ from engine.network.decoder import DecoderOutput
 from engine.network.draft import DraftOutput
 from engine.paged_cache import CachePools, PagedCache, StepTables
 from python_backend.drafting.verification import verify
+from python_backend.generation.log_probs import log_probs_of
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.sampler import Choice, Sampler
 from python_backend.kv.groups import ragged_columns
 from python_backend.request import LogProbs
-from python_backend.step_plan import DraftBlocks, StepPlan, StepResult
+from python_backend.step_plan import DraftBlocks, PromptPiece, StepPlan, StepResult
 
 
 class DraftContext(NamedTuple):
@@ -50,13 +51,19 @@ class PagedExecutor(ABC):
         arrays, num_drafts = plan.arrays, plan.num_drafts
         for beginning in plan.beginnings:
             self._sampler.begin(*beginning)
-        batch = arrays.to_torch(self._device, num_drafts=num_drafts)
+        judged = [piece.rows for piece in plan.prompt_pieces]
+        batch = arrays.to_torch(
+            self._device,
+            num_drafts=num_drafts,
+            more_logit_rows=np.concatenate(judged) if judged else None,
+        )
         tables = self._step_tables(plan)
         output = self._forward(batch, tables)
         tokens = np.full(arrays.num_requests, -1, dtype=np.int32)
         num_accepted = np.zeros(arrays.num_requests, dtype=np.int64)
         wanted = np.flatnonzero(arrays.wants_logits)
         logprobs: Mapping[int, LogProbs] = {}
+        num_choices = int((num_drafts[wanted] + 1).sum())
         if len(wanted):
             rows = LogitRows.of_step(
                 plan.slots[wanted].astype(np.int64),
@@ -64,14 +71,15 @@ class PagedExecutor(ABC):
                 _drafts_of(plan),
                 num_drafts[wanted],
             )
-            choices, logprobs = self._choose(output.logits, rows)
+            choices, logprobs = self._choose(output.logits[:num_choices], rows)
             verified = verify(choices, _drafts_of(plan), num_drafts[wanted])
             tokens[wanted], num_accepted[wanted] = verified.tokens, verified.num_accepted
             self._sampler.append(rows, verified.num_accepted, verified.tokens)
         drafts = None
         if plan.wants_drafts.any():
             drafts = self._propose(plan, batch, tables, output, tokens, num_accepted)
-        return StepResult(tokens, num_accepted, drafts, logprobs)
+        judgements = self._judge(plan.prompt_pieces, output.logits[num_choices:])
+        return StepResult(tokens, num_accepted, drafts, logprobs, judgements)
 
     @abstractmethod
     def _forward(self, batch: RaggedBatch, tables: StepTables) -> DecoderOutput:
@@ -97,6 +105,17 @@ class PagedExecutor(ABC):
     def _choose(self, logits: torch.Tensor, rows: LogitRows) -> Choice:
         """One token per row of logits [Tl, vocab], which are those of `rows`."""
         return self._sampler.choose(logits, rows)
+
+    def _judge(self, pieces: Sequence[PromptPiece], logits: torch.Tensor) -> list[LogProbs]:
+        """Of prompt tokens, by the logits [P, vocab] of the rows before them, piece by piece."""
+        judgements, start = [], 0
+        for piece in pieces:
+            targets = self._tensor(piece.targets.astype(np.int64))
+            mine = logits[start : start + len(targets)]
+            made = log_probs_of(np.arange(len(targets)), mine, targets, piece.num_top)
+            judgements.append(LogProbs(*made))
+            start += len(targets)
+        return judgements
 
     def _propose(
         self,

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from python_backend.generation.tiles import tiles
 from python_backend.request import LogProbs
 
 Int32Array = npt.NDArray[np.int32]
@@ -24,6 +25,17 @@ class RowLogProbs(NamedTuple):
     def of(self, rows: slice, count: int) -> LogProbs:
         """One request's, with `count` alternatives."""
         return LogProbs(self.chosen[rows], self.top_ids[rows, :count], self.top[rows, :count])
+
+
+def log_probs_of(
+    rows: Int64Array, logits: torch.Tensor, tokens: torch.Tensor, count: int
+) -> RowLogProbs:
+    """`log_probs` of some rows of logits [L, V] and tokens [L], at least one."""
+    made = [
+        log_probs(logits.index_select(0, at), tokens[at], count)
+        for at in (torch.from_numpy(part).to(logits.device) for part in tiles(rows, logits))
+    ]
+    return RowLogProbs(*(np.concatenate(parts) for parts in zip(*made, strict=True)))
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> RowLogProbs:

@@ -16,10 +16,9 @@ import numpy.typing as npt
 import torch
 
 from plugins.sample import sample
-from python_backend.generation.log_probs import RowLogProbs, log_probs
+from python_backend.generation.log_probs import log_probs_of
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.rules import LogitRules
-from python_backend.generation.tiles import tiles
 from python_backend.request import LogProbs, Request
 
 Int32Array = npt.NDArray[np.int32]
@@ -117,12 +116,7 @@ class Sampler:
         asked = np.flatnonzero(numbers >= 0)
         if not len(asked):
             return {}
-        most = int(numbers.max())
-        pieces = [
-            log_probs(logits.index_select(0, at), tokens[at], most)
-            for at in map(self._tensor, tiles(asked, logits))
-        ]
-        made = RowLogProbs(*(np.concatenate(parts) for parts in zip(*pieces, strict=True)))
+        made = log_probs_of(asked, logits, tokens, int(numbers.max()))
         begins = np.flatnonzero(rows.behind[asked] == 0)
         ends = [*begins[1:].tolist(), len(asked)]
         return {

@@ -5,6 +5,7 @@ Asks and acts for one request at a time; when and for whom is the scheduler's bu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ class Residency:
     def __init__(self, limits: CoreLimits) -> None:
         self._limits = limits
         self._page_tokens = limits.global_page_tokens
+        self._untrimmed = replace(limits.replay, decoder_tail=None)
         shared = CacheGroup("global", limits.global_page_tokens, replayable=False)
         private = CacheGroup("window", limits.window_page_tokens, replayable=True)
         num_slots = limits.max_batch_size
@@ -84,13 +86,14 @@ class Residency:
         list. Window pages are not asked for, they always suffice.
         """
         hit_pages, link = NO_PAGES, ROOT
-        if self.cache is not None and tracked.chain is not None:
+        judged = tracked.wants_prompt_judged
+        if self.cache is not None and tracked.chain is not None and not judged:
             limit = longest_hit(tracked.num_tokens, self._page_tokens) // self._page_tokens
             blocks = tracked.blocks(limit, self._page_tokens)
             hit_pages, link = self.cache.find(tracked.chain, blocks)
         num_found = len(hit_pages) * self._page_tokens
         replay = plan_replay(
-            self._limits.replay,
+            self._untrimmed if judged else self._limits.replay,
             num_tokens=tracked.num_tokens,
             num_prompt_tokens=tracked.num_prompt_tokens,
             hit=num_found,

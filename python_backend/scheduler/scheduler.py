@@ -17,20 +17,22 @@ Not thread-safe and knows no executor: `schedule` gives a plan, `commit` or `fai
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from python_backend.drafting.rule import DraftRule, granted
-from python_backend.request import FinishReason, Request
+from python_backend.request import FinishReason, LogProbs, Request
 from python_backend.scheduler.checks import check_request
+from python_backend.scheduler.judging import Judging
 from python_backend.scheduler.residency import Admission, Residency
 from python_backend.scheduler.slots import NEVER, SlotTable
 from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import Beginning, DraftBlocks, StepPlan, StepResult
+from python_backend.step_plan import Beginning, DraftBlocks, PromptPiece, StepPlan, StepResult
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -39,12 +41,14 @@ BoolArray = npt.NDArray[np.bool_]
 
 class StepOutcome(NamedTuple):
     """What a step produced: tokens[i, : counts[i]] for requests[i], counts None for one token
-    each, and whose last they were. A finished request has left the scheduler."""
+    each, and whose last they were. A finished request has left the scheduler. `judged` has log
+    probabilities of the next tokens of prompts."""
 
     requests: list[TrackedRequest]
     tokens: Int32Array
     counts: Int64Array | None
     finished: dict[int, FinishReason]  # index into `requests`
+    judged: list[tuple[TrackedRequest, LogProbs]]
 
 
 class _Rows(NamedTuple):
@@ -59,6 +63,7 @@ class _StepInFlight(NamedTuple):
     slots: Int64Array
     wants_logits: BoolArray
     num_drafts: Int64Array
+    pieces: Sequence[PromptPiece]
 
 
 class Scheduler:
@@ -77,6 +82,7 @@ class Scheduler:
         # Slots are int64 here: numpy indexes with them three times faster than with int32.
         self._running: Int64Array = np.empty(0, dtype=np.int64)  # in order of admission
         self._waiting: OrderedDict[TrackedRequest, None] = OrderedDict()
+        self._judging = Judging(limits.max_judged_rows)
         self._blocked_at = -1  # pool version at which the head of the queue did not fit
         self._in_flight: _StepInFlight | None = None
 
@@ -122,6 +128,7 @@ class Scheduler:
         num_drafts = np.zeros(len(slots), dtype=np.int64)
         num_drafts[:num_decodes] = counts[:num_decodes] - 1
         fresh = self._slots.fresh[slots]
+        pieces = self._judging.pieces(slots, arrays) if self._judging else []
         plan = StepPlan(
             arrays=arrays,
             slots=slots.astype(np.int32),
@@ -131,19 +138,20 @@ class Scheduler:
             beginnings=[self._beginning(slot) for slot in slots[fresh].tolist()],
             num_drafts=num_drafts,
             wants_drafts=self._wants_drafts(slots),
+            prompt_pieces=pieces,
         )
         self._count_rows(plan, num_decodes)
         ends = arrays.first_position + counts
         self.residency.window_pages.grow(slots, ends)
         self._slots.num_computed[slots] = ends
-        self._in_flight = _StepInFlight(slots, arrays.wants_logits, num_drafts)
+        self._in_flight = _StepInFlight(slots, arrays.wants_logits, num_drafts, pieces)
         return plan
 
     def commit(self, result: StepResult) -> StepOutcome:
         """Book the result of the running step: its rows are written, except those of rejected
         drafts, and its tokens are final."""
         assert self._in_flight is not None
-        slots, wants_logits, num_drafts = self._in_flight
+        slots, wants_logits, num_drafts, pieces = self._in_flight
         self._in_flight = None
         table, window_pages = self._slots, self.residency.window_pages
         sampled = slots[wants_logits]
@@ -165,13 +173,14 @@ class Scheduler:
         if self.limits.draft is not None:
             self._propose(sampled, wants_logits, result.drafts, self.limits.draft)
 
+        judged = self._judging.book(slots, pieces, result.prompt_logprobs)
         requests: list[TrackedRequest] = table.requests[sampled].tolist()
         finished = self._finished(sampled, appended.last)
         for i in finished:
             self._vacate(int(sampled[i]))
         tokens, counts, _ = appended
         self.statistics.num_output_tokens += int(len(tokens) if counts is None else counts.sum())
-        return StepOutcome(requests, tokens, counts, finished)
+        return StepOutcome(requests, tokens, counts, finished, judged)
 
     def fail(self) -> list[TrackedRequest]:
         """End the running step without a result: its requests leave, nothing is published."""
@@ -219,7 +228,10 @@ class Scheduler:
             waited_for = len(prefills) > 0 or len(self._waiting) > 0
             counts = counts + self._granted_drafts(decodes, budget // 2 if waited_for else budget)
             budget = self.limits.max_num_tokens - int(counts.sum())
-        rows = granted(remaining[~decoding], budget)
+        wanted = remaining[~decoding]
+        if self._judging:
+            wanted = self._judging.limited(prefills, wanted)
+        rows = granted(wanted, budget)
         runs = rows > 0
         return _Rows(
             np.concatenate([decodes, prefills[runs]]),
@@ -255,6 +267,7 @@ class Scheduler:
     def _admit(self, rows: _Rows, budget: int) -> _Rows:
         slots: list[int] = []
         counts: list[int] = []
+        to_judge = self._judging.room(rows.slots, rows.counts)
         while budget and self._waiting and self._free_slots:
             tracked = next(iter(self._waiting))
             admission = self._plan_admission(tracked)
@@ -262,15 +275,21 @@ class Scheduler:
                 break
             del self._waiting[tracked]
             self._start(tracked, admission)
-            counts.append(min(tracked.num_tokens - admission.replay.replay_start, budget))
+            count = min(tracked.num_tokens - admission.replay.replay_start, budget)
+            if tracked.is_judging:
+                count = min(count, to_judge)
+                to_judge -= count
+            counts.append(count)
             slots.append(tracked.slot)
-            budget -= counts[-1]
+            budget -= count
         if not slots:
             return rows
-        self._running = np.append(self._running, np.array(slots, dtype=np.int64))
+        added, wanted = np.array(slots, dtype=np.int64), np.array(counts, dtype=np.int64)
+        self._running = np.append(self._running, added)
+        runs = wanted > 0
         return _Rows(
-            np.append(rows.slots, np.array(slots, dtype=np.int64)),
-            np.append(rows.counts, np.array(counts, dtype=np.int64)),
+            np.append(rows.slots, added[runs]),
+            np.append(rows.counts, wanted[runs]),
             rows.num_decodes,
         )
 
@@ -295,6 +314,7 @@ class Scheduler:
             tracked.cached_tokens = replay.hit
             self.statistics.num_cached_tokens += replay.hit
         tracked.num_admissions += 1
+        self._judging.add(slot, tracked)
         self.statistics.num_dropped_short_hits += admission.dropped_hit
 
     # -- after a step ----------------------------------------------------------------------------
@@ -333,6 +353,7 @@ class Scheduler:
     def _vacate(self, slot: int) -> TrackedRequest:
         self.residency.leave(slot)
         self._free_slots.append(slot)
+        self._judging.discard(slot)
         self._running = self._running[self._running != slot]
         return self._slots.unload(slot)
 

@@ -20,6 +20,8 @@ class TrackedRequest:
     takes no part in prefix caching.
 
     `cached_tokens` is the hit of the first admission: a resume must not change what was reported.
+    `num_judged` prompt tokens have had their log probability delivered, the first one counted as
+    judged: nothing stands before it.
     """
 
     __slots__ = (
@@ -27,6 +29,7 @@ class TrackedRequest:
         "chain",
         "link",
         "num_admissions",
+        "num_judged",
         "num_prompt_tokens",
         "num_tokens",
         "request",
@@ -44,6 +47,17 @@ class TrackedRequest:
         self.slot = NO_SLOT
         self.cached_tokens = 0
         self.num_admissions = 0
+        self.num_judged = 1
+
+    @property
+    def wants_prompt_judged(self) -> bool:
+        """All of its prompt runs through the decoder, and the prefix cache is not asked."""
+        return self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def is_judging(self) -> bool:
+        """Log probabilities of its prompt are still to come."""
+        return self.wants_prompt_judged and self.num_judged < self.num_prompt_tokens
 
     @property
     def token_limit(self) -> int:
