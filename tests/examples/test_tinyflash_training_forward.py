@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.batch import RaggedBatch, StepArrays
 from engine.config import ModelConfig
+from engine.contiguous_cache import ContiguousCache
 from engine.network.engram import EngramHash
 from engine.network.network import Network
 from engine.network.rope import RopeTables
@@ -67,6 +69,58 @@ def test_logits_equal_the_golden_ones(
         difference = (conversation[: len(expected)] - expected).abs().max()
         assert len(conversation) == len(expected) + 1
         assert difference < TOLERANCE
+
+
+def step_from(tokens: np.ndarray, start: int, stop: int) -> RaggedBatch:
+    """Positions start … stop − 1 as one step that may read nothing private below `start`."""
+    at = np.array([start], dtype=np.int64)
+    history = np.full((1, 3), -1, dtype=np.int32)
+    known = tokens[max(0, start - 3) : start]
+    history[0, 3 - len(known) :] = known
+    return StepArrays(
+        tokens=tokens[start:stop],
+        query_start=np.array([0, stop - start], dtype=np.int32),
+        first_position=at,
+        encoder_floor=at,
+        decoder_floor=at,
+        write_floor=at,
+        history=history,
+        wants_logits=np.array([True]),
+    ).to_torch(all_logits=True)
+
+
+def test_rows_behind_a_replay_start_are_those_of_a_step_after_a_hit(
+    network64: Network, golden_of: Callable[[bool], Golden]
+) -> None:
+    config, prompt = network64.config, golden_of(True)["tokens"].numpy().astype(np.int32)
+    cache = ContiguousCache(config, 1, len(prompt), torch.float64, quantize=True)
+    with torch.no_grad():
+        network64.forward(step_from(prompt, 0, 26), cache)
+        cold = network64.forward(step_from(prompt, 0, len(prompt)), cache).logits[26:]
+        cache = cache.with_fresh_private()
+        hit = network64.forward(step_from(prompt, 26, len(prompt)), cache).logits
+    data = data_of(golden_batch(golden_of(True)), network64, trimmed=False)
+    data = data._replace(replay_start=torch.tensor([26, 0]))
+    with torch.no_grad():
+        logits = linear(forward_of(network64, data).run(), network64.weights.head)
+    replayed, whole = torch.tensor_split(logits, 2)
+    assert (replayed[26 : len(prompt)] - hit).abs().max() < TOLERANCE
+    assert (whole[26 : len(prompt)] - cold).abs().max() < TOLERANCE
+    assert (hit - cold).abs().max() > 1e-3
+
+
+def test_replay_starts_one_to_three_windows_before_an_answer() -> None:
+    """Windows of 4: 5 … 12 rows before position 40 or 60, evenly, in about half of 400."""
+    config = replace(model_config(), sliding_window=4)
+    engram = EngramHash(config, initial_weights(config, 0).token_class)
+    mask = np.zeros((400, 70), dtype=np.bool_)
+    mask[:, 40:45] = mask[:, 60:70] = True
+    starts = np.arange(401, dtype=np.int32) * 70
+    tokens = np.full(28000, 9, dtype=np.int32)
+    batch = Batch(tokens, mask.flatten(), starts, ("turns",) * 400)
+    made = training_batch(batch, config, engram, 1, trimmed=True, replayed=0.5).replay_start
+    assert 150 < np.count_nonzero(made) < 250
+    assert set(made.tolist()) == {0, *range(28, 36, 2), *range(48, 56, 2)}
 
 
 def test_padding_changes_no_row(network64: Network, golden_of: Callable[[bool], Golden]) -> None:

@@ -69,6 +69,7 @@ class HostBatch(NamedTuple):
     encoder_sample: Int64Array  # [S]
     decoder_sample: Int64Array  # [S]
     engram_rows: dict[int, Int64Array]  # layer → [T, columns]
+    replay_start: Int64Array  # [R]
     max_context: int
 
     def to(self, device: str) -> TrainingBatch:
@@ -90,6 +91,7 @@ class HostBatch(NamedTuple):
             tensor(self.encoder_sample),
             tensor(self.decoder_sample),
             {layer: tensor(rows) for layer, rows in self.engram_rows.items()},
+            tensor(self.replay_start),
         )
 
 
@@ -103,6 +105,8 @@ class TrainingBatch(NamedTuple):
     encoder_sample: torch.Tensor  # [S] rows that teach the encoder's indexers
     decoder_sample: torch.Tensor  # [S] the same among the decoder rows
     engram_rows: dict[int, torch.Tensor]  # layer → [T, columns]
+    # [R] position from which no window reaches further back, as after a prefix hit; 0 for none
+    replay_start: torch.Tensor
 
 
 def training_batch(
@@ -112,10 +116,13 @@ def training_batch(
     seed: int,
     *,
     trimmed: bool,
+    replayed: float = 0.0,
     sizes: Sizes | None = None,
 ) -> HostBatch:
     """`trimmed`: the decoder runs from one window before the first written token on, as bounded
-    replay does when serving; otherwise on all rows. `seed` draws the rows that teach the indexers.
+    replay does when serving; otherwise on all rows. `replayed`: the share of conversations whose
+    windows begin anew before one of the answers, as if a prefix hit had ended there. `seed` draws
+    these, and the rows that teach the indexers.
 
     Decoder rows and written tokens beyond `sizes` are left out; ValueError when the conversations
     themselves do not fit. Without `sizes` nothing is padded.
@@ -153,6 +160,8 @@ def training_batch(
     asking = np.zeros(num_rows, dtype=np.bool_)
     asking[written[weight == _RETRIEVAL_WEIGHT] - 1] = True
     rng = np.random.default_rng(seed)
+    encoder_sample = _sample(rng, row, asking, config)
+    decoder_sample = _sample(rng, row[decoder_rows], asking[decoder_rows], config)
     zeros = np.zeros(requests, dtype=np.int64)
     step = StepArrays(
         tokens=tokens,
@@ -170,9 +179,10 @@ def training_batch(
         loss_rows=loss_rows,
         targets=tokens[written].astype(np.int64),
         weights=weight,
-        encoder_sample=_sample(rng, row, asking, config),
-        decoder_sample=_sample(rng, row[decoder_rows], asking[decoder_rows], config),
+        encoder_sample=encoder_sample,
+        decoder_sample=decoder_sample,
         engram_rows={layer: rows.numpy() for layer, rows in engram.rows(step.to_torch()).items()},
+        replay_start=_replay_start(rng, mask, query_start, replayed, config.sliding_window),
         max_context=max_context,
     )
 
@@ -189,6 +199,25 @@ def _sample(
         rows = rows if len(rows) else np.arange(len(position))
         picked.append(rng.choice(rows, _NUM_SAMPLES // 2))
     return np.sort(np.concatenate(picked)).astype(np.int64)
+
+
+def _replay_start(
+    rng: np.random.Generator,
+    mask: BoolArray,
+    query_start: Int32Array,
+    share: float,
+    window: int,
+) -> Int64Array:
+    """Positions [R] one to three windows before an answer, where replay begins after a hit with
+    pages of two windows; even, because entries of two positions are cached whole."""
+    begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+    result = np.zeros(len(query_start) - 1, dtype=np.int64)
+    for request, (start, end) in enumerate(pairwise(query_start)):
+        answers = begins[(begins >= start) & (begins < end)]
+        if len(answers) and rng.random() < share:
+            behind = rng.integers(window + 1, 3 * window, endpoint=True)
+            result[request] = max(0, rng.choice(answers) - start - behind) // 2 * 2
+    return result
 
 
 def _fitted(values: npt.NDArray[N], size: int, filler: float) -> npt.NDArray[N]:

@@ -8,7 +8,7 @@ the drafter's features are collected as they pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ class BackboneForward:
     def run(self) -> torch.Tensor:
         """Hidden rows [Td, D] of the decoder rows, before the head."""
         config, batch = self.config, self.batch
-        rows = SegmentRows.of_encoder(batch, self.cache, config)
+        rows = self._replayed(SegmentRows.of_encoder(batch, self.cache, config))
         residual = embed(batch.tokens, self.weights.embed, config)
         kept = torch.arange(batch.num_rows, device=batch.tokens.device)
         residual = self._segment(
@@ -106,7 +106,7 @@ class BackboneForward:
         )
         layer = config.decoder_start
         self._compress(layer, collapse(residual, self.weights.layers[layer].attn_norm, config))
-        rows = SegmentRows.of_decoder(batch, self.cache, config)
+        rows = self._replayed(SegmentRows.of_decoder(batch, self.cache, config))
         kept = batch.decoder_rows
         residual = Residual(
             residual.streams.index_select(0, kept), residual.pre.index_select(0, kept)
@@ -115,6 +115,14 @@ class BackboneForward:
             range(layer, config.num_hidden_layers), residual, rows, kept, self._data.decoder_sample
         )
         return collapse(residual, self.weights.norm, config)
+
+    def _replayed(self, rows: SegmentRows) -> SegmentRows:
+        """No window of a row behind its conversation's replay start reaches before it."""
+        start = self._data.replay_start[rows.request]
+        first = self.batch.query_start[rows.request] + start
+        floor = torch.where(rows.positions >= start, first, 0).unsqueeze(1)
+        keys = torch.where(rows.window_keys >= floor, rows.window_keys, -1)
+        return replace(rows, window_keys=keys)
 
     def _segment(
         self,

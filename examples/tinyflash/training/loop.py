@@ -112,15 +112,19 @@ class Trainer:
 
     @torch.no_grad()
     def held_out(self) -> dict[str, float]:
-        """Share of right conversations of every probe, decoder trimmed as when serving."""
+        """Share of right conversations of every probe as when serving: decoder trimmed, cold and
+        after a prefix hit."""
         quantized = self.plan.quantized(self.step) and bool(self.parameters.rounding)
         result = {}
         for probe in probes():
-            batch = training_batch(probe.batch, self.config, self.engram, 0, trimmed=True)
-            data = batch.to(self.device)
-            logits, _ = self._run(data, quantized=quantized)
-            right = logits.argmax(-1) == data.targets
-            result[probe.name] = share_right(right, probe.batch)
+            for replayed, suffix in ((0.0, ""), (1.0, " hit")):
+                batch = training_batch(
+                    probe.batch, self.config, self.engram, 0, trimmed=True, replayed=replayed
+                )
+                data = batch.to(self.device)
+                logits, _ = self._run(data, quantized=quantized)
+                right = logits.argmax(-1) == data.targets
+                result[probe.name + suffix] = share_right(right, probe.batch)
         return result
 
     def _run(self, data: TrainingBatch, *, quantized: bool) -> tuple[torch.Tensor, BackboneForward]:

@@ -50,6 +50,7 @@ class Plan:
     matrix_lr: float = 0.02
     adam_lr: float = 2e-3
     warmup_steps: int = 100
+    replayed: float = 0.5  # share of conversations whose windows begin anew, as after a hit
     seed: int = 0
 
     def learning_rate(self, step: int) -> float:
@@ -78,6 +79,7 @@ class Plan:
             engram,
             step,
             trimmed=trimmed,
+            replayed=self.replayed,
             sizes=Sizes.fixed(self.tokens_per_batch, phase.seq_len, trimmed=trimmed),
         )
 
