@@ -36,6 +36,12 @@ PORTS = {"http": 8400, "grpc": 8401, "metrics": 8402}
 DOCUMENT_TOKENS = 3000
 SEED = "demonstration"
 METRICS_SECONDS = 5.0
+COUNTERS = {
+    "prompt": "prompt_tokens",
+    "cached": "prefix_cache_hits",
+    "replayed": "replayed_rows",
+    "output": "generation_tokens",
+}
 INDENT = "    "
 
 
@@ -193,8 +199,8 @@ def counted(metrics: str, *, output: int = 0) -> dict[str, int]:
     while time.monotonic() < deadline:
         with urllib.request.urlopen(metrics, timeout=METRICS_SECONDS) as response:
             body = response.read().decode()
-        found = re.findall(r'^dsv41_tokens_total\{kind="(\w+)"\} (\S+)$', body, re.MULTILINE)
-        totals = {kind: int(float(value)) for kind, value in found}
+        found = dict(re.findall(r"^dsv41_(\w+)_total (\S+)$", body, re.MULTILINE))
+        totals = {kind: int(float(found[name])) for kind, name in COUNTERS.items() if name in found}
         if totals.get("output", -1) >= output:
             return totals
         time.sleep(0.05)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -49,10 +50,16 @@ Message = TrackedRequest | _Cancellation | None
 class EngineCore:
     """Serves requests on one executor. `limits` must be those that the executor's memory has."""
 
-    def __init__(self, executor: Executor, limits: CoreLimits) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        limits: CoreLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._executor = executor
         self._limits = limits
-        self._scheduler = Scheduler(limits)
+        self._clock = clock
+        self._scheduler = Scheduler(limits, clock)
         self._live: dict[str, TrackedRequest] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._door = threading.Lock()  # between the last look into the inbox and closing it
@@ -89,14 +96,12 @@ class EngineCore:
     def statistics(self) -> Statistics:
         """A copy of the counters, with the gauges of this moment."""
         scheduler, residency = self._scheduler, self._scheduler.residency
-        counters = scheduler.statistics
         return replace(
-            counters,
-            num_finished=dict(counters.num_finished),
-            num_drafted=counters.num_drafted.copy(),
-            num_accepted=counters.num_accepted.copy(),
+            scheduler.statistics.copy(),
             num_running=scheduler.num_running,
+            num_prefilling=scheduler.num_prefilling,
             num_waiting=scheduler.num_waiting,
+            waiting_for=scheduler.waiting_for,
             num_global_pages_used=residency.global_pages.num_used,
             num_global_pages=residency.global_pages.num_pages - 1,
             num_window_pages_used=residency.window_pages.num_used,
@@ -127,6 +132,7 @@ class EngineCore:
     def step(self) -> bool:
         """One step: take in, schedule, run, commit, deliver. False when nothing ran."""
         self._take_in()
+        begun = self._clock()
         plan = self._scheduler.schedule()
         if plan is None:
             if self._live:  # looping over it would burn the thread and answer nobody
@@ -135,9 +141,21 @@ class EngineCore:
                 )
             return False
         self._unchecked = True
+        scheduled = self._clock()
         result = self._run_step(plan)
         if result is not None:
-            self._deliver(self._scheduler.commit(result), result.logprobs)
+            executed = self._clock()
+            outcome = self._scheduler.commit(result)
+            committed = self._clock()
+            self._deliver(outcome, result.logprobs)
+            seconds = {
+                "schedule": scheduled - begun,
+                "execute": executed - scheduled,
+                "commit": committed - executed,
+                "deliver": self._clock() - committed,
+                **result.seconds,
+            }
+            self._scheduler.statistics.latencies.stepped(plan.arrays.num_rows, seconds)
         return True
 
     def run_when_idle(self) -> None:
@@ -236,7 +254,13 @@ class EngineCore:
         """Send the last delta of a request that has left the scheduler."""
         assert last.finish_reason is not None
         del self._live[tracked.request.request_id]
-        self._scheduler.statistics.num_finished[last.finish_reason] += 1
+        statistics = self._scheduler.statistics
+        statistics.num_finished[last.finish_reason] += 1
+        if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            num_output_tokens = tracked.num_tokens - tracked.num_prompt_tokens
+            statistics.latencies.answered(
+                tracked.moments, tracked.num_prompt_tokens, num_output_tokens
+            )
         self._send(tracked, last)
 
     def _send(self, tracked: TrackedRequest, delta: Delta) -> None:

@@ -100,7 +100,8 @@ class StepResult:
     Before it stand the first `num_accepted[r]` drafts of the plan, which it chose too; None is 0
     for all. `drafts` are for the next step, None when nobody wanted any. `logprobs` are of the
     tokens that a request chose and at least of all that stay, by its number among those who wanted
-    logits. `prompt_logprobs` are of the plan's prompt pieces, one for each.
+    logits. `prompt_logprobs` are of the plan's prompt pieces, one for each. `seconds` are the
+    executor's own phases, of which metrics.latency has the names.
     """
 
     tokens: Int32Array  # [R]
@@ -108,6 +109,7 @@ class StepResult:
     drafts: DraftBlocks | None = None
     logprobs: Mapping[int, LogProbs] = field(default_factory=dict)
     prompt_logprobs: Sequence[LogProbs] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class Executor(Protocol):

@@ -1,8 +1,7 @@
 """The model that the Triton server's Python backend loads: requests in, responses out.
 
 Only this module speaks the server's Python module. Threads: the server calls `execute` on its own;
-the core runs steps on one; the responder sends and watches on one. Metrics are touched by the
-responder alone, because two threads inside a metric crash this server.
+the core runs steps on one; the responder sends and watches on one; metrics have one.
 
 Parameters of config.pbtxt: `engine_dir`, every setting of `ServeSettings`, and from dsv41-serve
 `drain_file` and `drain_seconds`: when the file appears, new requests are refused and what still
@@ -15,6 +14,7 @@ import itertools
 import json
 import logging
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ import triton_python_backend_utils as pb_utils
 from python_backend import logs, wire
 from python_backend.generation.answer import AnswerText
 from python_backend.logs import fields
+from python_backend.metrics.catalogue import Snapshot, catalogue
+from python_backend.metrics.publisher import Publisher
 from python_backend.request import Request, RequestError
 from python_backend.responses import Outputs, Responder, ResponseStream
-from python_backend.scheduler.statistics import Statistics
 from python_backend.service import ServedModel
 from python_backend.text.chat_input import ChatError
 from python_backend.text.tokenizer import TextTokenizer, TokenizerError
@@ -69,15 +70,16 @@ class TritonPythonModel:
                     "request_refused",
                     extra=fields(request_id=request.request_id(), error=str(error)),
                 )
-                reply.fail(error)
+                self._reject(reply, error)
             except Exception as error:
                 logger.exception("execute_failed", extra=fields(request_id=request.request_id()))
-                reply.fail(_unexpected(error))
+                self._reject(reply, _unexpected(error))
 
     def finalize(self) -> None:
         """End what runs; every client gets its final response."""
         self._model.stop()
         self._responder.close()
+        self._publisher.stop()
         logger.info("stopped")
 
     def _open(self, parameters: dict[str, str]) -> None:
@@ -96,8 +98,12 @@ class TritonPythonModel:
         self._drain_until: float | None = None
         self._keys = itertools.count(1)
         self._model = ServedModel.open(Path(engine_dir), parameters, _log_progress)
-        self._gauges = _Gauges()
-        self._counters = _Counters(self._model.limits.most_drafts)
+        self._num_rejected = Counter(dict.fromkeys(_ERROR_CODES.keys() - {wire.CANCELLED}, 0))
+        self._publisher = Publisher(
+            pb_utils.MetricFamily,
+            catalogue(speculative=self._model.limits.draft is not None),
+            self._snapshot,
+        )
         self._responder = Responder(self._model.core.cancel, self._tick)
         self._model.start()
         try:
@@ -106,6 +112,7 @@ class TritonPythonModel:
             self._model.stop()
             raise
         self._responder.start()
+        self._publisher.start()
         logger.info("model_ready", extra=fields(engine_dir=engine_dir))
 
     def _take(self, request: Any, reply: _TritonReply) -> None:
@@ -153,9 +160,11 @@ class TritonPythonModel:
                 )
             )
         except RequestError as error:
+            self._num_rejected[wire.to_wire(error).code] += 1
             self._responder.forget(stream, error)
         except Exception as error:  # the responder has the stream now, so it alone may end it
             logger.exception("add_request_failed", extra=fields(request_id=stream.request_id))
+            self._num_rejected[wire.INTERNAL] += 1
             self._responder.forget(stream, _unexpected(error))
 
     def _max_tokens(self, asked: int, num_input_tokens: int) -> int:
@@ -164,6 +173,18 @@ class TritonPythonModel:
             return asked
         fits = max(1, self._model.limits.longest_answer(num_input_tokens))
         return min(fits, self._model.defaults.max_tokens or fits)
+
+    def _reject(self, reply: _TritonReply, error: RequestError) -> None:
+        self._num_rejected[wire.to_wire(error).code] += 1
+        reply.fail(error)
+
+    def _snapshot(self) -> Snapshot:
+        config = self._model.config
+        return Snapshot(
+            self._model.core.statistics(),
+            dict(self._num_rejected),
+            len(config.engram_layer_ids) * config.engram_columns,
+        )
 
     def _input_ids(self, asked: wire.WireRequest) -> wire.Int32Array:
         if asked.chat is not None:
@@ -192,17 +213,6 @@ class TritonPythonModel:
         return self._model.text
 
     def _tick(self) -> None:
-        statistics = self._model.core.statistics()
-        self._gauges.set("global", statistics.num_global_pages_used)
-        self._gauges.set("window", statistics.num_window_pages_used)
-        self._gauges.set("running", statistics.num_running)
-        self._gauges.set("waiting", statistics.num_waiting)
-        self._counters.advance("prompt", statistics.num_prompt_tokens)
-        self._counters.advance("cached", statistics.num_cached_tokens)
-        self._counters.advance("replayed", statistics.num_replayed_rows)
-        self._counters.advance("output", statistics.num_output_tokens)
-        if self._model.limits.draft is not None:
-            self._counters.advance_drafts(statistics)
         if self._drain_file is None:
             return
         if self._drain_until is None:
@@ -212,83 +222,6 @@ class TritonPythonModel:
         elif time.monotonic() >= self._drain_until:
             self._model.core.stop()
             self._drain_file = None
-
-
-class _Gauges:
-    """Values of the moment in the server's /metrics. One thread only."""
-
-    def __init__(self) -> None:
-        family = partial(pb_utils.MetricFamily, kind=pb_utils.MetricFamily.GAUGE)
-        self._pages = family(
-            name="dsv41_kv_pages_used", description="Pages that running requests hold, by pool"
-        )
-        self._requests = family(
-            name="dsv41_requests", description="Requests that the core holds, by state"
-        )
-        self._metrics = {
-            pool: self._pages.Metric(labels={"pool": pool}) for pool in ("global", "window")
-        } | {
-            state: self._requests.Metric(labels={"state": state})
-            for state in ("running", "waiting")
-        }
-        self._values: dict[str, int] = {}
-
-    def set(self, name: str, value: int) -> None:
-        if self._values.get(name) != value:  # each call is a round trip to the server's process
-            self._metrics[name].set(value)
-            self._values[name] = value
-
-
-class _Counters:
-    """Totals since the model was loaded, its own tokens at start included. One thread only."""
-
-    def __init__(self, most_drafts: int) -> None:
-        self._families: dict[str, Any] = {}
-        self._metrics: dict[str, Any] = {}
-        description = "Tokens of prompts, of them cached, of these run again, and of answers"
-        for kind in ("prompt", "cached", "replayed", "output"):
-            self._metrics[kind] = self._metric("dsv41_tokens_total", description, kind=kind)
-        if most_drafts:
-            self._add_drafts(most_drafts)
-        self._totals = dict.fromkeys(self._metrics, 0)
-
-    def advance(self, kind: str, total: int) -> None:
-        if total != self._totals[kind]:
-            self._metrics[kind].increment(total - self._totals[kind])
-            self._totals[kind] = total
-
-    def advance_drafts(self, statistics: Statistics) -> None:
-        self.advance("drafts", statistics.num_verifications)
-        for name, counts in (
-            ("draft_tokens", statistics.num_drafted),
-            ("accepted_tokens", statistics.num_accepted),
-        ):
-            self.advance(name, int(counts.sum()))
-            for position, count in enumerate(counts.tolist()):
-                self.advance(f"{name} {position}", count)
-
-    def _add_drafts(self, most_drafts: int) -> None:
-        """Named after vLLM's: drafts are verifications, positions count from 0."""
-        for name, description in (
-            ("drafts", "Verifications: requests times steps that had drafts"),
-            ("draft_tokens", "Drafts that were verified"),
-            ("accepted_tokens", "Drafts that were accepted"),
-        ):
-            whole = f"dsv41_spec_decode_num_{name}"
-            self._metrics[name] = self._metric(f"{whole}_total", description)
-            if name == "drafts":
-                continue
-            for position in range(most_drafts):
-                self._metrics[f"{name} {position}"] = self._metric(
-                    f"{whole}_per_pos_total", f"{description}, by position", position=str(position)
-                )
-
-    def _metric(self, name: str, description: str, **labels: str) -> Any:
-        if name not in self._families:
-            self._families[name] = pb_utils.MetricFamily(
-                name=name, description=description, kind=pb_utils.MetricFamily.COUNTER
-            )
-        return self._families[name].Metric(labels=labels)
 
 
 class _TritonReply:

@@ -24,6 +24,7 @@ TORCH_FREE = (
     "python_backend/core.py",
     "python_backend/settings.py",
     "python_backend/kv",
+    "python_backend/metrics",
     "python_backend/scheduler",
     "engine/config.py",
     "engine/batch.py",

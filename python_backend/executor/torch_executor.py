@@ -8,6 +8,7 @@ the tables that its slots name. Guarantee on a CPU: a row's result depends on it
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -58,7 +59,9 @@ class PagedExecutor(ABC):
             more_logit_rows=np.concatenate(judged) if judged else None,
         )
         tables = self._step_tables(plan)
+        started = time.monotonic()
         output = self._forward(batch, tables)
+        seconds = {"forward": time.monotonic() - started}
         tokens = np.full(arrays.num_requests, -1, dtype=np.int32)
         num_accepted = np.zeros(arrays.num_requests, dtype=np.int64)
         wanted = np.flatnonzero(arrays.wants_logits)
@@ -71,15 +74,19 @@ class PagedExecutor(ABC):
                 _drafts_of(plan),
                 num_drafts[wanted],
             )
+            started = time.monotonic()
             choices, logprobs = self._choose(output.logits[:num_choices], rows)
             verified = verify(choices, _drafts_of(plan), num_drafts[wanted])
             tokens[wanted], num_accepted[wanted] = verified.tokens, verified.num_accepted
             self._sampler.append(rows, verified.num_accepted, verified.tokens)
+            seconds["sample"] = time.monotonic() - started
         drafts = None
         if plan.wants_drafts.any():
+            started = time.monotonic()
             drafts = self._propose(plan, batch, tables, output, tokens, num_accepted)
+            seconds["draft"] = time.monotonic() - started
         judgements = self._judge(plan.prompt_pieces, output.logits[num_choices:])
-        return StepResult(tokens, num_accepted, drafts, logprobs, judgements)
+        return StepResult(tokens, num_accepted, drafts, logprobs, judgements, seconds)
 
     @abstractmethod
     def _forward(self, batch: RaggedBatch, tables: StepTables) -> DecoderOutput:

@@ -16,14 +16,16 @@ Not thread-safe and knows no executor: `schedule` gives a plan, `commit` or `fai
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from python_backend.drafting.rule import DraftRule, granted
+from python_backend.metrics.latency import Latencies
 from python_backend.request import FinishReason, LogProbs, Request
 from python_backend.scheduler.checks import check_request
 from python_backend.scheduler.judging import Judging
@@ -69,11 +71,13 @@ class _StepInFlight(NamedTuple):
 class Scheduler:
     """Owns the queue and the slots of one core; `residency` owns its pages."""
 
-    def __init__(self, limits: CoreLimits) -> None:
+    def __init__(self, limits: CoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
+        self.clock = clock
         self.statistics = Statistics(
             num_drafted=np.zeros(limits.most_drafts, dtype=np.int64),
             num_accepted=np.zeros(limits.most_drafts, dtype=np.int64),
+            latencies=Latencies(limits.max_seq_len),
         )
         self.residency = Residency(limits)
         num_slots = limits.max_batch_size
@@ -94,10 +98,25 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_prefilling(self) -> int:
+        """Running requests that have more than their newest token to run."""
+        remaining = self._slots.num_tokens - self._slots.num_computed
+        return int(np.count_nonzero(remaining[self._running] > 1))
+
+    @property
+    def waiting_for(self) -> str:
+        """What the first in the queue needs: slots, pages or rows; empty when nobody waits."""
+        if not self._waiting:
+            return ""
+        if not self._free_slots:
+            return "slots"
+        return "pages" if self._blocked_at == self.residency.global_pages.version else "rows"
+
     def track(self, request: Request) -> TrackedRequest:
         """Check a request and copy its tokens. Safe from any thread; raises RequestError."""
         check_request(request, self.limits)
-        return TrackedRequest(request, self.residency.new_chain(request))
+        return TrackedRequest(request, self.residency.new_chain(request), self.clock())
 
     def add(self, tracked: TrackedRequest) -> None:
         """Queue a new request behind all others."""
@@ -157,6 +176,7 @@ class Scheduler:
         sampled = slots[wants_logits]
         accepted = None if result.num_accepted is None else result.num_accepted[wants_logits]
         appended = table.append(sampled, accepted, result.tokens[wants_logits])
+        self._count_times(sampled)
 
         drafted = bool(num_drafts.any())
         if drafted:  # the row of the newest token never ran, all before it did
@@ -313,6 +333,8 @@ class Scheduler:
         if not tracked.num_admissions:
             tracked.cached_tokens = replay.hit
             self.statistics.num_cached_tokens += replay.hit
+            self.statistics.num_prefix_queries += tracked.num_prompt_tokens if publishes else 0
+            tracked.moments.scheduled = self.clock()
         tracked.num_admissions += 1
         self._judging.add(slot, tracked)
         self.statistics.num_dropped_short_hits += admission.dropped_hit
@@ -356,6 +378,20 @@ class Scheduler:
         self._judging.discard(slot)
         self._running = self._running[self._running != slot]
         return self._slots.unload(slot)
+
+    def _count_times(self, slots: Int64Array) -> None:
+        """These slots have a new token: the first, or one that came some time after the last."""
+        now, last = self.clock(), self._slots.last_token_at
+        gaps = now - last[slots]
+        last[slots] = now
+        latencies = self.statistics.latencies
+        if np.isnan(np.add.reduce(gaps)):
+            is_first = np.isnan(gaps)
+            for tracked in self._slots.requests[slots[is_first]].tolist():
+                tracked.moments.first_token = now
+                latencies.time_to_first_token.observe(now - tracked.moments.arrived)
+            gaps = gaps[~is_first]
+        latencies.inter_token.observe_all(gaps)
 
     def _count_drafts(self, num_drafts: Int64Array, result: StepResult) -> None:
         """Acceptance is the drafter's: it counts also when an end id cut the accepted drafts."""

@@ -62,6 +62,7 @@ class SlotTable:
         self.decoder_floor = zeros()
         self.write_floor = zeros()
         self.fresh: BoolArray = np.zeros(num_slots, dtype=bool)
+        self.last_token_at = np.full(num_slots, np.nan)  # seconds; NaN before the first token
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.end_ids = np.full((1, num_slots), -1, dtype=np.int32)  # one row per end id
         self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
@@ -84,6 +85,7 @@ class SlotTable:
         self.fresh[slot] = True
         self.num_drafts[slot] = 0
         self.speculates[slot] = tracked.request.speculative
+        self.last_token_at[slot] = tracked.moments.last_token
         self.seed[slot] = tracked.request.sampling.seed
         self._load_end_ids(slot, tracked.request.end_ids)
         positions = np.arange(max(0, num_tokens - RING_TOKENS), num_tokens)
@@ -96,6 +98,7 @@ class SlotTable:
         self.sync(slot)
         tracked: TrackedRequest = self.requests[slot]
         tracked.slot = NO_SLOT
+        tracked.moments.last_token = float(self.last_token_at[slot])
         self.requests[slot] = None
         return tracked
 

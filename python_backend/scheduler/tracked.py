@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from python_backend.kv.block_hash import BlockChain
 from python_backend.kv.prefix_cache import ROOT, ChainLink
+from python_backend.metrics.latency import Moments
 from python_backend.request import Request
 
 Int32Array = npt.NDArray[np.int32]
@@ -28,6 +29,7 @@ class TrackedRequest:
         "cached_tokens",
         "chain",
         "link",
+        "moments",
         "num_admissions",
         "num_judged",
         "num_prompt_tokens",
@@ -37,8 +39,9 @@ class TrackedRequest:
         "tokens",
     )
 
-    def __init__(self, request: Request, chain: BlockChain | None) -> None:
+    def __init__(self, request: Request, chain: BlockChain | None, arrived: float = 0.0) -> None:
         self.request = request
+        self.moments = Moments(arrived)
         self.num_prompt_tokens = self.num_tokens = len(request.input_ids)
         self.tokens: Int32Array = np.empty(self.token_limit, dtype=np.int32)
         self.tokens[: self.num_tokens] = request.input_ids

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import queue
-import re
 import signal
 import socket
 import subprocess
@@ -20,6 +19,8 @@ from typing import Any
 import grpc
 import numpy as np
 import psutil
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
@@ -153,32 +154,30 @@ class Deployment:
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in self.logged if isinstance(e, dict) and e["event"] == name]
 
-    def gauges(self) -> dict[str, float]:
-        """Our gauges, by "name label": pages used and requests."""
-        return {
-            name: value for name, value in self._metrics().items() if "tokens_total" not in name
-        }
-
-    def tokens(self) -> dict[str, int]:
-        """Our counters, by kind."""
-        found = self._metrics().items()
-        return {name.split()[1]: int(value) for name, value in found if "tokens_total" in name}
-
-    def _metrics(self) -> dict[str, float]:
+    def families(self) -> dict[str, Metric]:
+        """All metrics that the server shows, as Prometheus reads them, by name of the family."""
         body = get(self.metrics, "/metrics")[1].decode()
-        found = re.findall(r'^dsv41_(\w+)\{\w+="(\w+)"\} (\S+)$', body, flags=re.MULTILINE)
-        return {f"{name} {label}": float(value) for name, label, value in found}
+        return {family.name: family for family in text_string_to_metric_families(body)}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        body = get(self.metrics, "/metrics")[1].decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(body)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     def is_empty(self) -> bool:
-        values = self.gauges()
-        assert len(values) == 4, values
-        return not any(values.values())
+        held = ("num_requests_running", "num_requests_waiting", "kv_pages_used")
+        return not any(self.metric(f"dsv41_{name}") for name in held)
 
     def wait_for_work(self) -> None:
         """Until the gauges, which are set ten times a second, show a request and its pages."""
         deadline = time.monotonic() + 10
-        while not self.gauges()["kv_pages_used window"]:
-            assert time.monotonic() < deadline, self.gauges()
+        while not self.metric("dsv41_kv_pages_used", pool="window"):
+            assert time.monotonic() < deadline
             time.sleep(0.02)
 
     def seconds_until_empty(self, limit: float) -> float:

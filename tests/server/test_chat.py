@@ -212,7 +212,7 @@ def test_interrupt_cancels_the_answer_and_not_the_program(server: Deployment) ->
     assert child.stderr.readline().startswith("Type a message")
     os.write(terminal, b"hello\n")
     assert child.stdout.read(2) == "> "
-    while server.gauges()["requests running"] == 0:
+    while server.metric("dsv41_num_requests_running") == 0:
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
     assert "finish cancelled" in child.stderr.readline()

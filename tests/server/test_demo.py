@@ -52,7 +52,7 @@ def metrics(server: Deployment) -> str:
 
 def test_the_demonstration(tinyflash: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
     """The second turn hits all whole pages of the first and its answer, and replays one window."""
-    before = tinyflash.tokens()
+    before = demo.counted(metrics(tinyflash))
     turns = demo.converse(f"127.0.0.1:{tinyflash.grpc}", metrics(tinyflash), 400)
     problem, found, again, talk = turns
     assert [turn.cached for turn in (problem, found, talk)] == [0, 0, 0]
@@ -60,7 +60,7 @@ def test_the_demonstration(tinyflash: Deployment, capsys: pytest.CaptureFixture[
     assert again.cached % PAGE == 0
     assert found.prompt - PAGE < again.cached < again.prompt
     assert all(turn.output > 1 and turn.first_token > 0 and turn.rest > 0 for turn in turns)
-    total = {kind: value - before[kind] for kind, value in tinyflash.tokens().items()}
+    total = {kind: value - before[kind] for kind, value in demo.counted(metrics(tinyflash)).items()}
     assert total == {
         "prompt": sum(turn.prompt for turn in turns),
         "cached": again.cached,

@@ -142,7 +142,7 @@ def test_32_concurrent_streams(server: Deployment) -> None:
         thread.start()
     most_running = 0.0
     while any(thread.is_alive() for thread in threads):
-        most_running = max(most_running, server.gauges()["requests running"])
+        most_running = max(most_running, server.metric("dsv41_num_requests_running"))
         time.sleep(0.02)
     assert results == dict.fromkeys(range(32), REPLAYED[:8])
     assert most_running == 32
