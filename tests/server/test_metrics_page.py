@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.core import Metric
 
 from python_backend.metrics.catalogue import catalogue
-from tests.server.deployment import GOLDEN, PROMPT, Deployment, RefusedError
+from tests.server.deployment import GOLDEN, PROMPT, ROOT, Deployment, RefusedError
 
 pytestmark = pytest.mark.server
 
@@ -151,6 +154,33 @@ def test_everything_of_the_catalogue_is_there_with_its_kind_and_edges(server: De
         if sample.name.endswith("_bucket")
     ]
     assert edges == [edge.removesuffix(".0") for edge in FIRST_TOKEN_EDGES]
+
+
+def test_every_metric_of_the_dashboard_exists(server: Deployment) -> None:
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text())
+    queries = [
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])
+    ]
+    asked = {name for query in queries for name in re.findall(r"dsv41_\w+", query)}
+    shown = {sample.name for family in server.families().values() for sample in family.samples}
+    assert len(queries) > 40
+    assert asked <= shown
+
+
+def test_the_compose_file_mounts_what_is_there() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    mounted = [
+        volume.split(":")[0]
+        for service in services.values()
+        for volume in service["volumes"]
+        if volume.startswith("./")
+    ]
+    assert len(mounted) == 3
+    assert all((ROOT / path).exists() for path in mounted)
+    (job,) = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())[
+        "scrape_configs"
+    ]
+    assert job["static_configs"] == [{"targets": ["server:8002"]}]
 
 
 def test_the_queue_says_what_it_waits_for(server: Deployment) -> None:
