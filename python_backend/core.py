@@ -35,6 +35,8 @@ from python_backend.step_plan import Executor, StepPlan, StepResult
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 0.2  # idle time before the books are checked, so that a check delays nobody
+# A step may fail by chance; an executor that fails so often in a row will fail for ever.
+MAX_FAILED_STEPS = 3
 NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 
@@ -64,12 +66,16 @@ class EngineCore:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._door = threading.Lock()  # between the last look into the inbox and closing it
         self._closed = False
+        self._num_arriving = 0  # requests in the inbox, and their tokens
+        self._arriving_tokens = 0
+        self._failed_in_a_row = 0
         self._unchecked = False  # something happened since the books were checked
 
     # -- from any thread -------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises RequestError, and calls nothing, for what can never be served.
+        """Queue a request. Raises RequestError, and calls nothing, for what can never be served and
+        when the queue is full.
 
         The tokens are copied; the caller's buffer is free when this returns.
         """
@@ -79,6 +85,9 @@ class EngineCore:
                 raise RequestError(
                     "shutting_down", "expected a running server, got one that stops; try another"
                 )
+            self._check_queue(tracked)
+            self._num_arriving += 1
+            self._arriving_tokens += tracked.token_limit
             self._inbox.put(tracked)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -108,6 +117,25 @@ class EngineCore:
             num_window_pages=residency.window_pages.num_pages - 1,
             num_published_pages=residency.cache.num_published if residency.cache else 0,
         )
+
+    def _check_queue(self, tracked: TrackedRequest) -> None:
+        """An empty queue takes any request."""
+        limits, scheduler = self._limits, self._scheduler
+        waiting = scheduler.num_waiting + self._num_arriving
+        num_tokens = scheduler.num_waiting_tokens + self._arriving_tokens
+        if waiting >= limits.max_queued_requests:
+            raise RequestError(
+                "queue_full",
+                f"expected a queue of fewer than {limits.max_queued_requests} requests, got one "
+                "that is full; try again later or another server",
+            )
+        if waiting and num_tokens + tracked.token_limit > limits.max_queued_tokens:
+            raise RequestError(
+                "queue_full",
+                f"expected at most {limits.max_queued_tokens} tokens in the queue, got "
+                f"{num_tokens} and a request of {tracked.token_limit}; try again later or another "
+                "server",
+            )
 
     # -- on the core's thread --------------------------------------------------------------------
 
@@ -184,6 +212,9 @@ class EngineCore:
     def _receive(self, message: Message) -> None:
         if isinstance(message, TrackedRequest):
             self._enqueue(message)
+            with self._door:  # counted twice for a moment rather than not at all
+                self._num_arriving -= 1
+                self._arriving_tokens -= message.token_limit
         elif message is not None and message.request_id in self._live:
             tracked = self._live[message.request_id]
             self._scheduler.remove(tracked)
@@ -202,7 +233,8 @@ class EngineCore:
         self._scheduler.add(tracked)
 
     def _run_step(self, plan: StepPlan) -> StepResult | None:
-        """The executor's result; None when it failed, and then only its requests have ended."""
+        """The executor's result; None when it failed, and then only its requests have ended. One
+        that fails again and again raises, which ends the core: somebody else must start anew."""
         try:
             result = self._executor.run(plan)
             self._check_result(plan, result)
@@ -216,7 +248,11 @@ class EngineCore:
                 self._finish(
                     tracked, Delta(NO_TOKENS, tracked.cached_tokens, FinishReason.ERROR, error)
                 )
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row == MAX_FAILED_STEPS:
+                raise
             return None
+        self._failed_in_a_row = 0
         return result
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:

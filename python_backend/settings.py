@@ -30,6 +30,8 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 EXECUTORS = ("torch", "plan")
 DEFAULT_SURVIVAL = 0.1
 MAX_JUDGED_LOGITS = 1 << 25
+DEFAULT_QUEUED_REQUESTS = 1024
+DEFAULT_QUEUED_TOKENS = 16_777_216  # 64 MiB of token ids
 
 
 class SettingsError(ValueError):
@@ -57,6 +59,8 @@ class CoreLimits:
     replay: ReplayRule
     prefix_cache: bool
     draft: DraftRule | None = None  # None: nobody drafts
+    max_queued_requests: int = DEFAULT_QUEUED_REQUESTS
+    max_queued_tokens: int = DEFAULT_QUEUED_TOKENS
 
     @property
     def max_judged_rows(self) -> int:
@@ -108,6 +112,8 @@ class ServeSettings:
     swa_bounded_replay: bool = True
     replay_length: int | None = None  # rows replayed after a hit, from 0 on; None: one window
     speculative: bool = False  # draft tokens with the model's DSpark stages and verify them
+    max_queued_requests: int = DEFAULT_QUEUED_REQUESTS  # that wait; more are refused
+    max_queued_tokens: int = DEFAULT_QUEUED_TOKENS  # theirs, prompts and max_tokens together
     num_speculative_tokens: int | None = None  # verified at most a step; None: a whole block
     speculative_threshold: float = DEFAULT_SURVIVAL  # least P(accepted) of a draft to verify
 
@@ -222,6 +228,8 @@ class ServeSettings:
             replay=self._replay_rule(config, page_tokens),
             prefix_cache=self.prefix_cache,
             draft=self._draft_rule(config),
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
         )
 
     def _draft_rule(self, config: ModelConfig) -> DraftRule | None:

@@ -46,6 +46,7 @@ _WIRE_CODES = {
     "too_long": INVALID_ARGUMENT,
     "too_many_end_ids": INVALID_ARGUMENT,
     "exceeds_cache": OVER_CAPACITY,
+    "queue_full": UNAVAILABLE,
     "shutting_down": UNAVAILABLE,
     CANCELLED: CANCELLED,
     "core_failed": INTERNAL,

@@ -37,6 +37,8 @@ SETTING_HELP = {
     "swa_bounded_replay": "replay one window after a hit and skip the decoder for early rows",
     "replay_length": "rows replayed after a hit, from 0 on (one window)",
     "speculative": "draft tokens with the model's DSpark stages; answers stay the same",
+    "max_queued_requests": "requests that wait at most; more are refused as unavailable",
+    "max_queued_tokens": "tokens of waiting requests, prompts and max_tokens together",
     "num_speculative_tokens": "drafts verified in one step at most (the model's block)",
     "speculative_threshold": "least probability that a draft is accepted to verify it",
 }

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from python_backend.metrics.histogram import Histogram
 from python_backend.metrics.latency import Latencies
-from python_backend.scheduler.statistics import DraftCounts, Statistics
+from python_backend.scheduler.statistics import Counts, Statistics
 
 WAITING_REASONS = ("slots", "pages", "rows")
 NO_LABEL = ""
@@ -75,7 +75,7 @@ def _by_pool(
     )
 
 
-def _by_position(name: str, description: str, read: Callable[[Statistics], DraftCounts]) -> Family:
+def _by_position(name: str, description: str, read: Callable[[Statistics], Counts]) -> Family:
     return Family(
         name,
         Kind.COUNTER,

@@ -50,12 +50,14 @@ class Publisher:
 
     def _run(self) -> None:
         stopping = False
-        while not stopping:
-            stopping = self._stopping.wait(ROUND_SECONDS)
+        while True:
             try:
                 self._publish()
             except Exception:  # metrics must not end the service, nor themselves
                 logger.exception("metrics_failed")
+            if stopping:
+                return
+            stopping = self._stopping.wait(ROUND_SECONDS)
 
     def _publish(self) -> None:
         snapshot = self._snapshot()

@@ -87,6 +87,7 @@ class Scheduler:
         self._running: Int64Array = np.empty(0, dtype=np.int64)  # in order of admission
         self._waiting: OrderedDict[TrackedRequest, None] = OrderedDict()
         self._judging = Judging(limits.max_judged_rows)
+        self.num_waiting_tokens = 0  # prompts and outputs that may come, of the queue
         self._blocked_at = -1  # pool version at which the head of the queue did not fit
         self._in_flight: _StepInFlight | None = None
 
@@ -120,14 +121,14 @@ class Scheduler:
 
     def add(self, tracked: TrackedRequest) -> None:
         """Queue a new request behind all others."""
-        self._waiting[tracked] = None
+        self._enqueue(tracked)
         self.statistics.num_prompt_tokens += tracked.num_prompt_tokens
 
     def remove(self, tracked: TrackedRequest) -> None:
         """Take a request out, wherever it is; its pages are free at once. Not during a step."""
         assert self._in_flight is None
         if tracked.slot == NO_SLOT:
-            del self._waiting[tracked]
+            self._dequeue(tracked)
             self._blocked_at = -1
         else:
             self._vacate(tracked.slot)
@@ -159,7 +160,7 @@ class Scheduler:
             wants_drafts=self._wants_drafts(slots),
             prompt_pieces=pieces,
         )
-        self._count_rows(plan, num_decodes)
+        self.statistics.count_rows(plan.arrays, num_decodes)
         ends = arrays.first_position + counts
         self.residency.window_pages.grow(slots, ends)
         self._slots.num_computed[slots] = ends
@@ -187,7 +188,7 @@ class Scheduler:
         window_pages.retire(slots, processed)
         if drafted:
             window_pages.roll_back(slots, processed)
-            self._count_drafts(num_drafts, result)
+            self.statistics.count_drafts(num_drafts, result.num_accepted)
         for slot in slots[processed >= table.next_publish[slots]].tolist():
             self._publish(slot)
         if self.limits.draft is not None:
@@ -278,9 +279,17 @@ class Scheduler:
 
     def _preempt(self, slot: int) -> None:
         tracked = self._vacate(slot)
-        self._waiting[tracked] = None
+        self._enqueue(tracked)
         self._waiting.move_to_end(tracked, last=False)
         self.statistics.num_preemptions += 1
+
+    def _enqueue(self, tracked: TrackedRequest) -> None:
+        self._waiting[tracked] = None
+        self.num_waiting_tokens += tracked.token_limit
+
+    def _dequeue(self, tracked: TrackedRequest) -> None:
+        del self._waiting[tracked]
+        self.num_waiting_tokens -= tracked.token_limit
 
     # -- admission -------------------------------------------------------------------------------
 
@@ -293,7 +302,7 @@ class Scheduler:
             admission = self._plan_admission(tracked)
             if admission is None:
                 break
-            del self._waiting[tracked]
+            self._dequeue(tracked)
             self._start(tracked, admission)
             count = min(tracked.num_tokens - admission.replay.replay_start, budget)
             if tracked.is_judging:
@@ -392,30 +401,3 @@ class Scheduler:
                 latencies.time_to_first_token.observe(now - tracked.moments.arrived)
             gaps = gaps[~is_first]
         latencies.inter_token.observe_all(gaps)
-
-    def _count_drafts(self, num_drafts: Int64Array, result: StepResult) -> None:
-        """Acceptance is the drafter's: it counts also when an end id cut the accepted drafts."""
-        statistics, most = self.statistics, self.limits.most_drafts
-        statistics.num_verifications += int(np.count_nonzero(num_drafts))
-        statistics.num_drafted += _num_above(num_drafts, most)
-        if result.num_accepted is not None:
-            statistics.num_accepted += _num_above(result.num_accepted, most)
-
-    def _count_rows(self, plan: StepPlan, num_decodes: int) -> None:
-        """A decode row is never replayed and never trimmed, so only the others are looked at."""
-        arrays, statistics = plan.arrays, self.statistics
-        statistics.num_steps += 1
-        statistics.num_rows += arrays.num_rows
-        if num_decodes < arrays.num_requests:
-            first, counts = arrays.first_position[num_decodes:], np.diff(arrays.query_start)
-            counts = counts[num_decodes:]
-            replayed = np.clip(arrays.write_floor[num_decodes:] - first, 0, counts)
-            trimmed = np.clip(arrays.decoder_floor[num_decodes:] - first, 0, counts)
-            statistics.num_replayed_rows += int(replayed.sum())
-            statistics.num_trimmed_rows += int(trimmed.sum())
-
-
-def _num_above(values: Int64Array, most: int) -> Int64Array:
-    """How many of `values` ≤ most are above 0, 1, … most − 1."""
-    counts: Int64Array = np.bincount(values, minlength=most + 1)[:0:-1].cumsum()[::-1]
-    return counts

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from engine.batch import StepArrays
 from python_backend.metrics.latency import Latencies
 from python_backend.request import FinishReason
 
-DraftCounts = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -38,8 +39,8 @@ class Statistics:
     num_preemptions: int = 0
     num_failed_steps: int = 0
     num_verifications: int = 0
-    num_drafted: DraftCounts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    num_accepted: DraftCounts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    num_drafted: Counts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    num_accepted: Counts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     num_finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
@@ -65,3 +66,30 @@ class Statistics:
             num_accepted=self.num_accepted.copy(),
             latencies=self.latencies.copy(),
         )
+
+    def count_rows(self, arrays: StepArrays, num_decodes: int) -> None:
+        """A step's rows. A decode row is never replayed and never trimmed, so only those of the
+        requests behind the first `num_decodes` are looked at."""
+        self.num_steps += 1
+        self.num_rows += arrays.num_rows
+        if num_decodes < arrays.num_requests:
+            first, counts = arrays.first_position[num_decodes:], np.diff(arrays.query_start)
+            counts = counts[num_decodes:]
+            replayed = np.clip(arrays.write_floor[num_decodes:] - first, 0, counts)
+            trimmed = np.clip(arrays.decoder_floor[num_decodes:] - first, 0, counts)
+            self.num_replayed_rows += int(replayed.sum())
+            self.num_trimmed_rows += int(trimmed.sum())
+
+    def count_drafts(self, num_drafts: Counts, num_accepted: Counts | None) -> None:
+        """Of each request [R] of a step. Acceptance is the drafter's: it counts also when an end id
+        cut the accepted drafts."""
+        self.num_verifications += int(np.count_nonzero(num_drafts))
+        self.num_drafted += _num_above(num_drafts, len(self.num_drafted))
+        if num_accepted is not None:
+            self.num_accepted += _num_above(num_accepted, len(self.num_accepted))
+
+
+def _num_above(values: Counts, most: int) -> Counts:
+    """How many of `values` ≤ most are above 0, 1, … most − 1."""
+    counts: Counts = np.bincount(values, minlength=most + 1)[:0:-1].cumsum()[::-1]
+    return counts
