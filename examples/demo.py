@@ -87,14 +87,15 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ndemo: interrupted; the server is stopped", file=sys.stderr)
         return 130
+    num_right = sum(turn.is_right for turn in turns)
     print(
-        f"\n{sum(turn.is_right for turn in turns)} of {len(turns)} answers are right. Done in "
+        f"\n{num_right} of {len(turns)} answers are right. Done in "
         f"{time.monotonic() - started:.0f} s.\n\n"
         f"Serve it yourself:  .venv/bin/dsv41-serve --engine {engine.relative_to(ROOT)}\n"
         "Talk with it:       .venv/bin/dsv41-client chat\n"
         "Judge it:           .venv/bin/dsv41-client eval --task arithmetic --limit 100"
     )
-    return 0
+    return 0 if num_right == len(turns) else 1
 
 
 def build_engine(engine: Path) -> Path:

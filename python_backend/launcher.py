@@ -14,12 +14,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from python_backend.host.errors import HostError
-from python_backend.host.files import ServerFiles
-from python_backend.host.instances import remove_dead_instances
-from python_backend.host.options import ServeOptions, read_options
-from python_backend.host.process import ServerProcess
-from python_backend.host.repository import MODEL_NAME
+from python_backend.host import missing
+
+try:
+    from python_backend.host.errors import HostError
+    from python_backend.host.files import ServerFiles
+    from python_backend.host.instances import remove_dead_instances
+    from python_backend.host.options import ServeOptions, read_options
+    from python_backend.host.process import ServerProcess
+    from python_backend.host.repository import MODEL_NAME
+except ModuleNotFoundError as error:
+    sys.exit(f"dsv41-serve: {missing.sentence(error)}")
 
 _POLL_SECONDS = 0.2
 _PROGRESS_SECONDS = 1.0
@@ -29,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = read_options(arguments)
         return _serve(options)
+    except ModuleNotFoundError as error:  # the numerical library is imported late
+        print(f"dsv41-serve: {missing.sentence(error)}", file=sys.stderr)
+        return 1
     except (ValueError, OSError) as error:  # every refusal of ours is a ValueError
         print(f"dsv41-serve: {error}", file=sys.stderr)
         return 1

@@ -18,8 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from python_backend.host import missing
 from python_backend.host.errors import HostError
-from python_backend.host.instances import Instance, remove_dead_instances
+
+try:
+    from python_backend.host.instances import Instance, remove_dead_instances
+except ModuleNotFoundError as error:
+    sys.exit(missing.sentence(error))
 
 PACKAGE = "nvidia-pytriton==0.7.0"
 # Loading it prints the version of the library that the stub would load.
@@ -148,6 +153,11 @@ def run_plain_server(repository: str, options: Sequence[str]) -> None:
 
     The process keeps its id, so the instance is known as its own; the next start removes it.
     """
+    if not any(Path(repository).glob("*/config.pbtxt")):
+        raise HostError(
+            f"expected a model repository at {repository}, with a config.pbtxt in each model's "
+            "folder, found none; name the folder above the models' folders"
+        )
     files = ServerFiles.find()
     remove_dead_instances()
     instance = Instance.create()

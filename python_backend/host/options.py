@@ -87,9 +87,14 @@ def read_options(arguments: Sequence[str] | None = None) -> ServeOptions:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise HostError(f"expected settings in {path}, but: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise HostError(
+            f"expected {path} as UTF-8, got byte 0x{error.object[error.start]:02x} at "
+            f"{error.start}; save it as UTF-8"
+        ) from None
     except yaml.YAMLError as error:
         place = getattr(error, "problem_mark", None)
         where = f" at line {place.line + 1}" if place else ""

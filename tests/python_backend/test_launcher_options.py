@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from python_backend.host.errors import HostError
 from python_backend.host.options import SETTING_HELP, read_options
 from python_backend.host.process import Addresses
 from python_backend.settings import ServeSettings
+from tests.server.deployment import free_ports
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
@@ -89,6 +92,38 @@ def test_mistakes(tmp_path: Path, arguments: list[str], text: str | None, senten
     with pytest.raises(HostError) as caught:
         read_options(arguments)
     assert re.search(sentence, str(caught.value))
+
+
+def test_a_settings_file_in_another_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("log_file: Gr\u00fc\u00dfe".encode("latin-1"))
+    with pytest.raises(HostError, match=r"expected .*latin\.yaml as UTF-8, got byte 0xfc at 12"):
+        read_options(["--engine=e", f"--config-file={path}"])
+
+
+@pytest.mark.parametrize("package", ["psutil", "yaml", "torch", "tokenizers", "xxhash"])
+def test_a_missing_package_is_named_in_one_sentence(package: str, tmp_path: Path) -> None:
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from python_backend.launcher import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    http, grpc, metrics = map(str, free_ports(3))
+    found = subprocess.run(
+        [
+            *(sys.executable, "-c", program, "--engine", str(tmp_path)),
+            *("--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 1
+    assert found.stderr == (
+        f"dsv41-serve: expected the package {package}, found none in this environment; install "
+        "what serving needs with pip install -e '.[server]' in the project's folder\n"
+    )
 
 
 def test_every_setting_has_help_and_is_documented() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +105,14 @@ def test_metrics_that_show_nothing_end_the_demonstration(
     monkeypatch.setattr(demo, "METRICS_SECONDS", 0.2)
     with pytest.raises(demo.DemoError, match="did not show 1000000 tokens"):
         demo.counted(metrics(tinyflash), output=1_000_000)
+
+
+@pytest.mark.parametrize(("verdicts", "status"), [((True, True), 0), ((True, False), 1)])
+def test_a_wrong_answer_fails_the_demonstration(
+    verdicts: tuple[bool, ...], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [demo.Turn("question", right, 9, 3, 3, 2, 0.1, 0.1) for right in verdicts]
+    monkeypatch.setattr(demo, "build_engine", lambda engine: engine)
+    monkeypatch.setattr(demo, "served", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(demo, "converse", lambda *_: [turns[0], *turns])
+    assert demo.main() == status

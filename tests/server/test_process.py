@@ -194,6 +194,20 @@ def test_the_plain_server_asks_for_an_engine() -> None:
     assert "expected parameters.engine_dir in config.pbtxt, got none" in found.stderr
 
 
+def test_a_mistyped_repository_is_named_as_it_was_typed(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [str(ROOT / "scripts" / "run_triton.sh"), "model_repositry"],
+        cwd=tmp_path,
+        env=os.environ | {"VENV": sys.prefix},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 1
+    assert found.stderr.startswith("expected a model repository at model_repositry, with a config")
+
+
 def test_a_port_in_use_is_named(engine: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
