@@ -24,6 +24,8 @@ from python_backend.host.errors import HostError
 try:
     from python_backend.host.instances import Instance, remove_dead_instances
 except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
     sys.exit(missing.sentence(error))
 
 PACKAGE = "nvidia-pytriton==0.7.0"
