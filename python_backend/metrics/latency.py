@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+import numpy.typing as npt
+
 from python_backend.metrics.histogram import Histogram, one_two_five
 
 FIRST_TOKEN_EDGES = (
@@ -73,6 +76,28 @@ class Latencies:
     def __post_init__(self) -> None:
         self.prompt_tokens = Histogram(one_two_five(self.max_seq_len))
         self.output_tokens = Histogram(one_two_five(self.max_seq_len))
+
+    def made_tokens(
+        self,
+        now: float,
+        slots: npt.NDArray[np.int64],
+        last_token_at: npt.NDArray[np.float64],
+        requests: npt.NDArray[np.object_],
+    ) -> None:
+        """These slots have a new token: the first, or one that came some time after the last.
+
+        `last_token_at` by slot, NaN for none, is brought up to date; `requests` by slot have
+        `moments`.
+        """
+        gaps = now - last_token_at[slots]
+        last_token_at[slots] = now
+        if np.isnan(np.add.reduce(gaps)):
+            is_first = np.isnan(gaps)
+            for request in requests[slots[is_first]].tolist():
+                request.moments.first_token = now
+                self.time_to_first_token.observe(now - request.moments.arrived)
+            gaps = gaps[~is_first]
+        self.inter_token.observe_all(gaps)
 
     def answered(self, moments: Moments, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """A request ended with an answer; its last token is what ends the time that it took."""

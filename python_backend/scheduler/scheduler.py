@@ -177,7 +177,9 @@ class Scheduler:
         sampled = slots[wants_logits]
         accepted = None if result.num_accepted is None else result.num_accepted[wants_logits]
         appended = table.append(sampled, accepted, result.tokens[wants_logits])
-        self._count_times(sampled)
+        self.statistics.latencies.made_tokens(
+            self.clock(), sampled, table.last_token_at, table.requests
+        )
 
         drafted = bool(num_drafts.any())
         if drafted:  # the row of the newest token never ran, all before it did
@@ -387,17 +389,3 @@ class Scheduler:
         self._judging.discard(slot)
         self._running = self._running[self._running != slot]
         return self._slots.unload(slot)
-
-    def _count_times(self, slots: Int64Array) -> None:
-        """These slots have a new token: the first, or one that came some time after the last."""
-        now, last = self.clock(), self._slots.last_token_at
-        gaps = now - last[slots]
-        last[slots] = now
-        latencies = self.statistics.latencies
-        if np.isnan(np.add.reduce(gaps)):
-            is_first = np.isnan(gaps)
-            for tracked in self._slots.requests[slots[is_first]].tolist():
-                tracked.moments.first_token = now
-                latencies.time_to_first_token.observe(now - tracked.moments.arrived)
-            gaps = gaps[~is_first]
-        latencies.inter_token.observe_all(gaps)
