@@ -14,21 +14,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from python_backend.generation.answer import AnswerText
-from python_backend.generation.options import Shown
 from python_backend.logs import fields
-from python_backend.request import Delta, FinishReason, LogProbs, RequestError
+from python_backend.request import Delta, FinishReason, RequestError
+from python_backend.sequence import AnswerSequence, Outputs
 
 logger = logging.getLogger(__name__)
-
-Outputs = dict[str, npt.NDArray[Any]]
 
 # Every request is asked for cancellation, and `tick` called, this often. Asking costs about 40 µs.
 ROUND_SECONDS = 0.1
@@ -47,96 +43,23 @@ class Reply(Protocol):
 
 @dataclass(eq=False)
 class ResponseStream:
-    """One request's way back. `key` names it in the core, `request_id` is the client's name.
+    """One request's way back: its sequences in turn, one of them unless several were asked for.
 
-    Without `streamed` the whole answer is one response. A stop string ends the answer here: the
-    core, which knows no text, is then told to cancel.
+    `begin_others` gives the others to the core when the first has its first token, because then
+    the prompt stands in the prefix cache. It raises RequestError.
     """
 
-    key: str
     request_id: str
     reply: Reply
-    num_input_tokens: int
-    streamed: bool
-    text: AnswerText | None
-    shown: Shown = field(default_factory=Shown)
-    prompt_text: str = ""  # shown before the answer
-    bytes_of: Callable[[npt.NDArray[np.int32]], list[bytes]] | None = None  # None: not asked for
+    sequences: Sequence[AnswerSequence]
+    begin_others: Callable[[], None] | None = None
     opened_at: float = field(default_factory=time.monotonic)
-    first_token_at: float | None = None
-    num_output_tokens: int = 0
-    num_sent: int = 0
     cancelling: bool = False
     closed: bool = False
-    stop: str | None = None
-    cumulative: float = 0.0
-    _text: list[str] = field(default_factory=list)
-    _deltas: list[Delta] = field(default_factory=list)
 
-    def take(self, delta: Delta) -> tuple[Delta, Outputs | None]:
-        """The delta that is sent, its end if a stop string ends it, and the response that it makes
-        due, None when it is kept for the only one."""
-        if len(delta.output_ids) and self.first_token_at is None:
-            self.first_token_at = time.monotonic()
-        if self.text is not None:
-            ended = delta.finish_reason is not None
-            by_token = delta.finish_reason == FinishReason.STOP
-            said = self.text.feed(delta.output_ids, last=ended, ends_with_end_id=by_token)
-            self._text.append(said.text)
-            if said.stop is not None:
-                self.stop = said.stop
-                delta = _cut(delta, said.num_ids)
-        self.num_output_tokens += len(delta.output_ids)
-        if delta.logprobs is not None:
-            self.cumulative += float(delta.logprobs.chosen.sum(dtype=np.float64))
-        self._deltas.append(delta)
-        if not (self.streamed or delta.finish_reason is not None):
-            return delta, None
-        outputs = self._outputs(delta)
-        self._text.clear()
-        self._deltas.clear()
-        self.num_sent += 1
-        return delta, outputs
-
-    def _outputs(self, delta: Delta) -> Outputs:
-        """One response of what came since the last, `delta` being its end."""
-        text = "".join(self._text)
-        if self.num_sent == 0 and self.shown.prompt:
-            text = self.prompt_text + text
-        outputs = {
-            "text_output": _text(text),
-            "output_ids": np.concatenate([d.output_ids for d in self._deltas])[None],
-        }
-        if self.num_sent == 0:
-            outputs["cached_tokens"] = _number(delta.cached_tokens)
-        if self.shown.log_probs:
-            outputs |= _log_probs([d.logprobs for d in self._deltas if d.logprobs is not None])
-        for ids, spelled in (
-            ("output_ids", "output_token_bytes"),
-            ("top_log_prob_ids", "top_token_bytes"),
-        ):
-            if self.bytes_of is not None and ids in outputs:
-                outputs[spelled] = _hex(self.bytes_of(outputs[ids][0]))
-        if delta.finish_reason is not None:
-            outputs |= self._last_outputs(delta.finish_reason)
-        return outputs
-
-    def _last_outputs(self, reason: FinishReason) -> Outputs:
-        shown = self.shown
-        outputs: Outputs = {}
-        if shown.finish_reason:
-            outputs["finish_reason"] = _text(reason)
-        if shown.stop_reason:
-            outputs["stop_reason"] = _text(self.stop or "")
-        if shown.num_input_tokens:
-            outputs["num_input_tokens"] = _number(self.num_input_tokens)
-        if shown.num_output_tokens:
-            outputs["num_output_tokens"] = _number(self.num_output_tokens)
-        if shown.log_probs:
-            outputs["cum_log_probs"] = np.array([[self.cumulative]], dtype=np.float32)
-        if shown.cumulative_logprob:
-            outputs["cumulative_logprob"] = np.array([[self.cumulative]], dtype=np.float32)
-        return outputs
+    @property
+    def key(self) -> str:
+        return self.sequences[0].key
 
 
 class Responder:
@@ -147,8 +70,8 @@ class Responder:
     ) -> None:
         self._cancel = cancel
         self._tick = tick
-        # (stream, None) opens a stream, (stream, delta) is for its client, None ends the thread.
-        self._queue: queue.SimpleQueue[tuple[ResponseStream, Delta | None] | None] = (
+        # A delta of a stream's sequence; without one it opens the stream. None ends the thread.
+        self._queue: queue.SimpleQueue[tuple[ResponseStream, int, Delta | None] | None] = (
             queue.SimpleQueue()
         )
         self._open: dict[str, ResponseStream] = {}
@@ -162,16 +85,16 @@ class Responder:
 
     def open(self, stream: ResponseStream) -> None:
         """Watch a stream. Before its first delta; from any thread."""
-        self._queue.put((stream, None))
+        self._queue.put((stream, 0, None))
 
-    def deliver(self, stream: ResponseStream, delta: Delta) -> None:
-        """Queue a delta; never blocks."""
-        self._queue.put((stream, delta))
+    def deliver(self, stream: ResponseStream, index: int, delta: Delta) -> None:
+        """Queue a delta of one of the stream's sequences; never blocks."""
+        self._queue.put((stream, index, delta))
 
     def forget(self, stream: ResponseStream, error: RequestError) -> None:
         """End a stream that the core never took."""
         no_tokens = np.empty(0, np.int32)
-        self._queue.put((stream, Delta(no_tokens, 0, FinishReason.ERROR, error)))
+        self._queue.put((stream, 0, Delta(no_tokens, 0, FinishReason.ERROR, error)))
 
     def close(self) -> None:
         """Return when every open stream has had its final response."""
@@ -194,10 +117,12 @@ class Responder:
             return
         if message is None:
             self._closing = True
-        elif message[1] is None:
-            self._open[message[0].key] = message[0]
+            return
+        stream, index, delta = message
+        if delta is None:
+            self._open[stream.key] = stream
         else:
-            self._answer(message[0], message[1])
+            self._answer(stream, index, delta)
 
     def _watch(self) -> None:
         """A few checks between two sends: all of them at once would hold tokens back."""
@@ -208,53 +133,64 @@ class Responder:
         for _ in range(min(_CHECKS_BETWEEN_SENDS, len(self._unasked))):
             stream = self._unasked.pop()
             if not stream.closed and not stream.cancelling and stream.reply.is_cancelled():
-                stream.cancelling = True
-                self._cancel(stream.key, FinishReason.CANCELLED)
+                self._cancel_all(stream)
 
-    def _answer(self, stream: ResponseStream, delta: Delta) -> None:
+    def _answer(self, stream: ResponseStream, index: int, delta: Delta) -> None:
         if stream.closed:
             return
-        final = delta.finish_reason is not None
         try:
             if delta.error is not None:
-                self._close(stream, delta)
-                stream.reply.fail(delta.error)
+                self._end(stream, delta, delta.error)
             elif delta.finish_reason == FinishReason.CANCELLED:
-                self._close(stream, delta)
-                stream.reply.fail(RequestError("cancelled", "the client cancelled the request"))
+                cancelled = RequestError("cancelled", "the client cancelled the request")
+                self._end(stream, delta, cancelled)
             else:
-                ends_here = not final
-                delta, outputs = stream.take(delta)
-                final = delta.finish_reason is not None
-                if final:
-                    self._close(stream, delta)
-                    if ends_here:
-                        self._cancel(stream.key, FinishReason.STOP)
-                if outputs is not None:
-                    stream.reply.send(outputs, final=final)
+                self._send(stream, stream.sequences[index], delta)
+        except RequestError as error:
+            self._end(stream, delta, error)
         except Exception as problem:
             logger.exception("response_failed", extra=fields(request_id=stream.request_id))
-            self._give_up(stream, delta, problem)
+            failed = RequestError("internal", f"expected to send the answer, but {problem}")
+            with contextlib.suppress(Exception):  # it may be the line that is broken
+                self._end(stream, delta, failed)
 
-    def _give_up(self, stream: ResponseStream, delta: Delta, problem: Exception) -> None:
-        """After a delta that was not sent. Behind the last one nothing else will end the stream."""
-        if delta.finish_reason is None:
-            stream.cancelling = True
-            self._cancel(stream.key, FinishReason.CANCELLED)
+    def _send(self, stream: ResponseStream, sequence: AnswerSequence, delta: Delta) -> None:
+        """A stop string ends the sequence here: the core, which knows no text, is told so."""
+        if sequence.ended:
             return
+        is_last = delta.finish_reason is not None
+        delta, outputs = sequence.take(delta)
+        final = all(each.ended for each in stream.sequences)
+        if final:
+            self._close(stream, delta)
+        if sequence.ended and not is_last:
+            self._cancel(sequence.key, FinishReason.STOP)
+        if stream.begin_others is not None and len(delta.output_ids):
+            begin, stream.begin_others = stream.begin_others, None
+            begin()
+        if outputs is not None:
+            stream.reply.send(outputs, final=final)
+
+    def _end(self, stream: ResponseStream, delta: Delta, error: RequestError) -> None:
+        """All sequences, with an error that is the final response."""
         if not stream.closed:
             self._close(stream, delta)
-        with contextlib.suppress(Exception):  # it may be the line that is broken
-            stream.reply.fail(
-                RequestError("internal", f"expected to send the answer, but {problem}")
-            )
+        self._cancel_all(stream)
+        stream.reply.fail(error)
+
+    def _cancel_all(self, stream: ResponseStream) -> None:
+        """What the core does not know, or no more, it ignores."""
+        stream.cancelling = True
+        for sequence in stream.sequences:
+            self._cancel(sequence.key, FinishReason.CANCELLED)
 
     def _close(self, stream: ResponseStream, delta: Delta) -> None:
         """Before the final response, so that the watcher can never ask after it."""
         stream.closed = True
         del self._open[stream.key]
         now = time.monotonic()
-        first = stream.first_token_at
+        sequences = stream.sequences
+        begun = [each.first_token_at for each in sequences if each.first_token_at is not None]
         logger.info(
             "request_finished",
             extra=fields(
@@ -262,43 +198,11 @@ class Responder:
                 key=stream.key,
                 finish_reason=delta.finish_reason,
                 error=None if delta.error is None else str(delta.error),
-                num_input_tokens=stream.num_input_tokens,
-                cached_tokens=delta.cached_tokens,
-                num_output_tokens=stream.num_output_tokens,
-                first_token_seconds=None if first is None else round(first - stream.opened_at, 4),
+                num_sequences=len(sequences),
+                num_input_tokens=sequences[0].num_input_tokens,
+                cached_tokens=sequences[0].cached_tokens,
+                num_output_tokens=sum(each.num_output_tokens for each in sequences),
+                first_token_seconds=round(min(begun) - stream.opened_at, 4) if begun else None,
                 seconds=round(now - stream.opened_at, 4),
             ),
         )
-
-
-def _cut(delta: Delta, count: int) -> Delta:
-    """The delta as the last one, of `count` tokens."""
-    return delta._replace(
-        output_ids=delta.output_ids[:count],
-        finish_reason=FinishReason.STOP,
-        logprobs=None if delta.logprobs is None else delta.logprobs.first(count),
-    )
-
-
-def _log_probs(pieces: list[LogProbs]) -> Outputs:
-    """Of the response's tokens; alternatives token by token."""
-    if not pieces:
-        return {}
-    outputs = {"output_log_probs": np.concatenate([p.chosen for p in pieces])[None]}
-    if pieces[0].top.shape[1]:
-        outputs["top_log_prob_ids"] = np.concatenate([p.top_ids.ravel() for p in pieces])[None]
-        outputs["top_log_probs"] = np.concatenate([p.top.ravel() for p in pieces])[None]
-    return outputs
-
-
-def _text(text: str) -> npt.NDArray[Any]:
-    return np.array([[text.encode("utf-8")]], dtype=np.object_)
-
-
-def _hex(pieces: list[bytes]) -> npt.NDArray[Any]:
-    """Hexadecimal, because a piece of a character is no text and JSON holds nothing else."""
-    return np.array([[piece.hex().encode("ascii") for piece in pieces]], dtype=np.object_)
-
-
-def _number(number: int) -> npt.NDArray[Any]:
-    return np.array([[number]], dtype=np.int32)

@@ -10,27 +10,24 @@ runs after these seconds is ended, so that the server can stop.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from python_backend import logs, wire
-from python_backend.generation.answer import AnswerText
+from python_backend.intake import Intake, unexpected
 from python_backend.logs import fields
 from python_backend.metrics.catalogue import Snapshot, catalogue
 from python_backend.metrics.publisher import Publisher
-from python_backend.request import Request, RequestError
-from python_backend.responses import Outputs, Responder, ResponseStream
+from python_backend.request import RequestError
+from python_backend.responses import Responder
+from python_backend.sequence import Outputs
 from python_backend.service import ServedModel
-from python_backend.text.chat_input import ChatError
-from python_backend.text.tokenizer import TextTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +70,7 @@ class TritonPythonModel:
                 self._reject(reply, error)
             except Exception as error:
                 logger.exception("execute_failed", extra=fields(request_id=request.request_id()))
-                self._reject(reply, _unexpected(error))
+                self._reject(reply, unexpected(error))
 
     def finalize(self) -> None:
         """End what runs; every client gets its final response."""
@@ -96,7 +93,6 @@ class TritonPythonModel:
         self._drain_file = None if drain_file is None else Path(drain_file)
         self._drain_seconds = float(parameters.pop("drain_seconds", DEFAULT_DRAIN_SECONDS))
         self._drain_until: float | None = None
-        self._keys = itertools.count(1)
         self._model = ServedModel.open(Path(engine_dir), parameters, _log_progress)
         self._num_rejected = Counter(dict.fromkeys(_ERROR_CODES.keys() - {wire.CANCELLED}, 0))
         self._publisher = Publisher(
@@ -105,6 +101,7 @@ class TritonPythonModel:
             self._snapshot,
         )
         self._responder = Responder(self._model.core.cancel, self._tick)
+        self._intake = Intake(self._model, self._responder, self._count)
         self._model.start()
         try:
             self._model.warm_up()
@@ -124,59 +121,14 @@ class TritonPythonModel:
             json.loads(request.parameters() or "{}"),
             self._model.defaults,
         )
-        model, options = self._model, asked.options
-        input_ids = self._input_ids(asked)
-        sampling = options.resolve(self._encode)
-        if options.stop_strings or asked.shown.prompt or asked.shown.token_bytes:
-            self._tokenizer()
-        # Clients choose equal names; the core's are unique.
-        key = f"{next(self._keys)}"
-        stream = ResponseStream(
-            key=key,
-            request_id=request.request_id() or key,
-            reply=reply,
-            num_input_tokens=len(input_ids),
-            streamed=asked.stream,
-            text=None
-            if model.text is None
-            else AnswerText(model.text.detokenizer(), options.watch(), sampling.min_tokens),
-            shown=asked.shown,
-            prompt_text=self._spelled(input_ids) if asked.shown.prompt else "",
-            bytes_of=self._tokenizer().bytes_of if asked.shown.token_bytes else None,
-        )
-        self._responder.open(stream)
-        try:
-            model.core.add_request(
-                Request(
-                    request_id=key,
-                    input_ids=input_ids,
-                    max_tokens=self._max_tokens(asked.max_tokens, len(input_ids)),
-                    sampling=sampling,
-                    end_ids=options.end_ids(
-                        model.end_ids if asked.end_ids is None else asked.end_ids
-                    ),
-                    on_delta=partial(self._responder.deliver, stream),
-                    speculative=asked.speculative,
-                )
-            )
-        except RequestError as error:
-            self._num_rejected[wire.to_wire(error).code] += 1
-            self._responder.forget(stream, error)
-        except Exception as error:  # the responder has the stream now, so it alone may end it
-            logger.exception("add_request_failed", extra=fields(request_id=stream.request_id))
-            self._num_rejected[wire.INTERNAL] += 1
-            self._responder.forget(stream, _unexpected(error))
-
-    def _max_tokens(self, asked: int, num_input_tokens: int) -> int:
-        """A prompt that leaves no room asks for one token, which the core refuses by its length."""
-        if asked != wire.AS_MANY_AS_FIT:
-            return asked
-        fits = max(1, self._model.limits.longest_answer(num_input_tokens))
-        return min(fits, self._model.defaults.max_tokens or fits)
+        self._intake.take(asked, request.request_id(), reply)
 
     def _reject(self, reply: _TritonReply, error: RequestError) -> None:
-        self._num_rejected[wire.to_wire(error).code] += 1
+        self._count(error)
         reply.fail(error)
+
+    def _count(self, error: RequestError) -> None:
+        self._num_rejected[wire.to_wire(error).code] += 1
 
     def _snapshot(self) -> Snapshot:
         config = self._model.config
@@ -185,32 +137,6 @@ class TritonPythonModel:
             dict(self._num_rejected),
             len(config.engram_layer_ids) * config.engram_columns,
         )
-
-    def _input_ids(self, asked: wire.WireRequest) -> wire.Int32Array:
-        if asked.chat is not None:
-            try:
-                return self._tokenizer().encode_rendered(asked.chat.render())
-            except (ChatError, TokenizerError) as error:
-                raise RequestError(wire.INVALID_ARGUMENT, str(error)) from None
-        if asked.text is not None:
-            return self._tokenizer().encode(asked.text)
-        assert asked.input_ids is not None
-        return asked.input_ids
-
-    def _encode(self, word: str) -> list[int]:
-        return self._tokenizer().encode_word(word)
-
-    def _spelled(self, input_ids: wire.Int32Array) -> str:
-        return self._tokenizer().detokenizer().feed(input_ids, last=True)
-
-    def _tokenizer(self) -> TextTokenizer:
-        if self._model.text is None:
-            raise RequestError(
-                wire.INVALID_ARGUMENT,
-                "expected input_ids, got text: this engine has no tokenizer.json; send ids "
-                "or build the engine from a checkpoint that has one",
-            )
-        return self._model.text
 
     def _tick(self) -> None:
         if self._drain_file is None:
@@ -245,12 +171,6 @@ class _TritonReply:
 
     def is_cancelled(self) -> bool:
         return bool(self._sender.is_cancelled())
-
-
-def _unexpected(error: Exception) -> RequestError:
-    return RequestError(
-        wire.INTERNAL, f"expected to take the request, but {type(error).__name__}: {error}"
-    )
 
 
 def _log_progress(stage: str, share: float) -> None:

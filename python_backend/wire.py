@@ -102,9 +102,11 @@ INPUTS = (
     Tensor("ignore_eos", "BOOL"),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),
-    Tensor("num_return_sequences", "INT32", neutral=(1,)),
+    Tensor("num_return_sequences", "INT32"),
     Tensor("return_log_probs", "BOOL"),
     Tensor("logprobs", "INT32"),
+    Tensor("prompt_logprobs", "INT32"),
+    Tensor("echo", "BOOL"),
     Tensor("return_num_input_tokens", "BOOL"),
     Tensor("return_num_output_tokens", "BOOL"),
     Tensor("return_finish_reason", "BOOL"),
@@ -153,6 +155,7 @@ _ALIASES = {
 OUTPUTS = (
     Tensor("text_output", "STRING"),
     Tensor("output_ids", "INT32", -1),
+    Tensor("sequence_index", "INT32"),
     Tensor("finish_reason", "STRING"),
     Tensor("stop_reason", "STRING"),
     Tensor("num_input_tokens", "INT32"),
@@ -163,6 +166,12 @@ OUTPUTS = (
     Tensor("top_log_probs", "FP32", -1),
     Tensor("output_token_bytes", "STRING", -1),
     Tensor("top_token_bytes", "STRING", -1),
+    Tensor("prompt_ids", "INT32", -1),
+    Tensor("prompt_log_probs", "FP32", -1),
+    Tensor("top_prompt_log_prob_ids", "INT32", -1),
+    Tensor("top_prompt_log_probs", "FP32", -1),
+    Tensor("prompt_token_bytes", "STRING", -1),
+    Tensor("top_prompt_token_bytes", "STRING", -1),
     Tensor("cum_log_probs", "FP32"),
     Tensor("cumulative_logprob", "FP32"),
 )
@@ -228,6 +237,10 @@ def read_request(
     text = _text("text_input", values["text_input"].item()) if "text_input" in values else None
     if text == "":  # a begin token alone is no prompt
         raise _invalid("expected a prompt of at least one token, got an empty text")
+    try:
+        options, shown = read_options(_texts(values), values, defaults.sampling), read_shown(values)
+    except OptionError as error:
+        raise _invalid(str(error)) from None
     return WireRequest(
         text=text,
         input_ids=values.get("input_ids"),
@@ -235,8 +248,8 @@ def read_request(
         max_tokens=scalar("max_tokens", defaults.max_tokens or DEFAULT_MAX_TOKENS),
         stream=bool(scalar("stream", False)),
         speculative=bool(scalar("speculative", True)),
-        options=_options(values, defaults),
-        shown=read_shown(values),
+        options=options,
+        shown=shown,
         end_ids=_end_ids(scalar("end_id", None)),
     )
 
@@ -297,13 +310,6 @@ def _chat(values: Mapping[str, Array]) -> ChatRequest | None:
             reasoning_effort=text("reasoning_effort"),
         )
     except ChatError as error:
-        raise _invalid(str(error)) from None
-
-
-def _options(values: Mapping[str, Array], defaults: Defaults) -> GenerationOptions:
-    try:
-        return read_options(_texts(values), values, defaults.sampling)
-    except OptionError as error:
         raise _invalid(str(error)) from None
 
 

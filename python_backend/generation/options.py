@@ -32,6 +32,10 @@ _SAMPLING = (
 )
 
 
+MAX_SEQUENCES = 128
+_MANY = "num_return_sequences"
+
+
 class OptionError(ValueError):
     """Options that cannot be used."""
 
@@ -47,6 +51,7 @@ class GenerationOptions:
     include_stop: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    num_sequences: int = 1
 
     def resolve(self, encode: Encode) -> SamplingParams:
         """Words as tokens. A bad word is refused both where a text begins with it and behind a
@@ -76,6 +81,7 @@ class Shown:
     """What a response carries beside its text."""
 
     prompt: bool = False
+    prompt_log_probs: bool = False
     num_input_tokens: bool = True
     num_output_tokens: bool = True
     finish_reason: bool = True
@@ -97,7 +103,11 @@ def read_options(
         seed=values["seed"].item() if "seed" in values else secrets.randbits(64),
         logit_bias=_logit_bias(texts["logit_bias"][0]) if "logit_bias" in texts else (),
         logprobs=_logprobs(values),
+        prompt_logprobs=_prompt_logprobs(values),
     )
+    num_sequences = int(values[_MANY].item()) if _MANY in values else 1
+    if not 1 <= num_sequences <= MAX_SEQUENCES:
+        raise OptionError(f"expected {_MANY} from 1 to {MAX_SEQUENCES}, got {num_sequences}")
     return GenerationOptions(
         sampling=sampling,
         bad_words=tuple(word for word in texts.get("bad_words", ()) if word),
@@ -106,17 +116,19 @@ def read_options(
         include_stop=_flag(values, "include_stop_str_in_output"),
         stop_token_ids=frozenset(values.get("stop_token_ids", np.empty(0, np.int32)).tolist()),
         ignore_eos=_flag(values, "ignore_eos"),
+        num_sequences=num_sequences,
     )
 
 
 def read_shown(values: Mapping[str, Array]) -> Shown:
     return Shown(
-        prompt=not _flag(values, "exclude_input_in_output", True),
+        prompt=_shows_prompt(values),
+        prompt_log_probs=_prompt_logprobs(values) is not None,
         num_input_tokens=_flag(values, "return_num_input_tokens", True),
         num_output_tokens=_flag(values, "return_num_output_tokens", True),
         finish_reason=_flag(values, "return_finish_reason", True),
         stop_reason=_flag(values, "return_stop_reason"),
-        log_probs=_flag(values, "return_log_probs") or "logprobs" in values,
+        log_probs=_shows_log_probs(values),
         cumulative_logprob=_flag(values, "return_cumulative_logprob"),
         token_bytes=_flag(values, "return_token_bytes"),
     )
@@ -126,11 +138,31 @@ def _flag(values: Mapping[str, Array], name: str, default: bool = False) -> bool
     return bool(values[name].item()) if name in values else default
 
 
+def _shows_log_probs(values: Mapping[str, Array]) -> bool:
+    return _flag(values, "return_log_probs") or "logprobs" in values
+
+
 def _logprobs(values: Mapping[str, Array]) -> int | None:
     if "logprobs" in values:
         return int(values["logprobs"].item())
     asked = _flag(values, "return_log_probs") or _flag(values, "return_cumulative_logprob")
     return 0 if asked else None
+
+
+def _prompt_logprobs(values: Mapping[str, Array]) -> int | None:
+    """`echo` shows of the prompt what `logprobs` shows of the answer."""
+    if "prompt_logprobs" in values:
+        return int(values["prompt_logprobs"].item())
+    return _logprobs(values) if _flag(values, "echo") and _shows_log_probs(values) else None
+
+
+def _shows_prompt(values: Mapping[str, Array]) -> bool:
+    excludes = _flag(values, "exclude_input_in_output", not _flag(values, "echo"))
+    if excludes and _flag(values, "echo"):
+        raise OptionError(
+            "expected one of echo and exclude_input_in_output to be true, got both; drop one"
+        )
+    return not excludes
 
 
 def _stop_strings(words: Sequence[str]) -> tuple[str, ...]:

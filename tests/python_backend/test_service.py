@@ -24,8 +24,10 @@ from engine.manifest import EngineError
 from python_backend import service
 from python_backend.generation.answer import AnswerText
 from python_backend.generation.options import Shown
+from python_backend.generation.stop_strings import StopStrings
 from python_backend.request import Delta, FinishReason, Request, RequestError, SamplingParams
-from python_backend.responses import Outputs, Responder, ResponseStream
+from python_backend.responses import Responder, ResponseStream
+from python_backend.sequence import AnswerSequence, Outputs
 from python_backend.service import ServedModel, settings_for
 from python_backend.settings import SettingsError
 from python_backend.text.detokenizer import Detokenizer
@@ -138,17 +140,16 @@ def ask(model: ServedModel) -> Iterator[Any]:
 
     def start(key: str, client: Client, max_tokens: int = 8, streamed: bool = True) -> None:
         assert model.text is not None
-        stream = ResponseStream(
+        sequence = AnswerSequence(
             key=key,
-            request_id=key,
-            reply=client,
             num_input_tokens=20,
             streamed=streamed,
             text=AnswerText(model.text.detokenizer(), None, 0),
             shown=Shown(num_output_tokens=False),
         )
+        stream = ResponseStream(key, client, [sequence])
         responder.open(stream)
-        deliver = partial(responder.deliver, stream)
+        deliver = partial(responder.deliver, stream, 0)
         request = Request(key, prompt, max_tokens, SamplingParams(), frozenset(), deliver)
         try:
             model.core.add_request(request)
@@ -176,7 +177,7 @@ def test_every_way_to_end_ends_once(model: ServedModel, ask: Any) -> None:
     assert codes == {
         "reads": [],
         "leaves": ["cancelled"],
-        "breaks": ["cancelled"],
+        "breaks": ["internal"],
         "too long": ["too_long"],
     }
     assert len(clients["reads"].received) == 8
@@ -198,18 +199,68 @@ def test_a_last_delta_that_cannot_be_sent_ends_its_stream(breaks_after: int) -> 
     """The core has forgotten the request by then: a stream left open would hang its client, and
     the responder's close, for ever."""
     client = Client(breaks_after=breaks_after)
-    responder = Responder(lambda key: None, lambda: None)
+    responder = Responder(lambda key, reason: None, lambda: None)
     responder.start()
     sends_break = breaks_after == 1
     detokenizer = Detokenizer([b"a", b"b"]) if sends_break else BrokenAtTheEnd([b"a", b"b"])
-    stream = ResponseStream("k", "k", client, 1, True, AnswerText(detokenizer, None, 0))
+    sequence = AnswerSequence("k", 1, True, AnswerText(detokenizer, None, 0))
+    stream = ResponseStream("k", client, [sequence])
     responder.open(stream)
-    responder.deliver(stream, Delta(np.array([0], np.int32), 0))
-    responder.deliver(stream, Delta(np.array([1], np.int32), 0, FinishReason.LENGTH))
+    responder.deliver(stream, 0, Delta(np.array([0], np.int32), 0))
+    responder.deliver(stream, 0, Delta(np.array([1], np.int32), 0, FinishReason.LENGTH))
     assert client.ended.wait(10)
     responder.close()
     assert [error.code for error in client.errors] == ["internal"]
     assert client.received[0]["text_output"].item() == b"a"
+    assert client.wrongs == []
+
+
+def test_sequences_end_one_by_one() -> None:
+    """The first ends with a stop string; only it is cancelled, and the last end is final."""
+    client, cancelled, begun = Client(), list[tuple[str, FinishReason]](), list[str]()
+    responder = Responder(lambda key, reason: cancelled.append((key, reason)), lambda: None)
+    responder.start()
+    texts = [
+        AnswerText(Detokenizer([b"a", b"b"]), StopStrings(["b"]) if i == 0 else None, 0)
+        for i in range(2)
+    ]
+    sequences = [AnswerSequence(f"k{i}", 1, True, text, index=i) for i, text in enumerate(texts)]
+    begin = partial(begun.append, "others")
+    stream = ResponseStream("k", client, sequences, begin)
+    responder.open(stream)
+    judged = Delta(np.empty(0, np.int32), 0)
+    responder.deliver(stream, 0, judged)
+    responder.deliver(stream, 0, Delta(np.array([0], np.int32), 0))
+    responder.deliver(stream, 1, Delta(np.array([1], np.int32), 7))
+    responder.deliver(stream, 0, Delta(np.array([1, 0], np.int32), 0))
+    responder.deliver(stream, 0, Delta(np.empty(0, np.int32), 0, FinishReason.STOP))
+    responder.deliver(stream, 1, Delta(np.array([0], np.int32), 7, FinishReason.LENGTH))
+    assert client.ended.wait(10)
+    responder.close()
+    assert cancelled == [("k0", FinishReason.STOP)]
+    assert begun == ["others"]
+    said = [(o["sequence_index"].item(), o["text_output"].item()) for o in client.received]
+    assert said == [(0, b"a"), (1, b"b"), (0, b""), (1, b"a")]
+    reasons = [o["finish_reason"].item() for o in client.received if "finish_reason" in o]
+    assert (reasons, client.wrongs, client.errors) == ([b"stop", b"length"], [], [])
+
+
+def test_a_sequence_that_fails_ends_the_others() -> None:
+    client, cancelled = Client(), list[tuple[str, FinishReason]]()
+    responder = Responder(lambda key, reason: cancelled.append((key, reason)), lambda: None)
+    responder.start()
+    sequences = [AnswerSequence(f"k{i}", 1, True, None, index=i) for i in range(2)]
+    stream = ResponseStream("k", client, sequences)
+    responder.open(stream)
+    responder.deliver(stream, 0, Delta(np.array([0], np.int32), 0))
+    error = RequestError("executor_failed", "expected a step to run, but it failed")
+    no_ids = np.empty(0, np.int32)
+    responder.deliver(stream, 1, Delta(no_ids, 0, FinishReason.ERROR, error))
+    responder.deliver(stream, 0, Delta(no_ids, 0, FinishReason.CANCELLED))
+    assert client.ended.wait(10)
+    responder.close()
+    assert client.errors == [error]
+    assert cancelled == [("k0", FinishReason.CANCELLED), ("k1", FinishReason.CANCELLED)]
     assert client.wrongs == []
 
 

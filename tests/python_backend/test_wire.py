@@ -98,6 +98,22 @@ def test_everything_given() -> None:
     )  # fmt: skip
 
 
+def test_echo_shows_of_the_prompt_what_is_shown_of_the_answer() -> None:
+    for sent, shows, number in (
+        ({"echo": True}, True, None),
+        ({"echo": True, "logprobs": 3}, True, 3),
+        ({"echo": True, "return_log_probs": True}, True, 0),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 1}, True, 1),
+        ({"echo": True, "return_cumulative_logprob": True}, True, None),
+        ({"echo": False, "logprobs": 3}, False, None),
+        ({"prompt_logprobs": 0}, False, 0),
+    ):
+        request = wire.read_request(tensors(**sent), {})
+        assert request.shown.prompt is shows
+        assert request.options.sampling.prompt_logprobs == number
+        assert request.shown.prompt_log_probs is (number is not None)
+
+
 def test_words_become_tokens() -> None:
     """A bad word in both its forms; each token of a bias word is moved, its repetition twice."""
     options = wire.read_request(
@@ -183,7 +199,9 @@ def test_requests_without_a_seed_differ() -> None:
         ({"text_input": b""}, "a prompt of at least one token, got an empty text"),
         ({"text_input": b"ab\xff"}, "text_input as UTF-8, got byte 0xff at 2"),
         ({"beam_width": 2}, "beam_width to be 1 or not sent, got 2"),
-        ({"num_return_sequences": 3}, "num_return_sequences to be 1 or not sent, got 3"),
+        ({"num_return_sequences": 0}, "num_return_sequences from 1 to 128, got 0"),
+        ({"num_return_sequences": 129}, "num_return_sequences from 1 to 128, got 129"),
+        ({"echo": True, "exclude_input_in_output": True}, "to be true, got both; drop one"),
         ({"stop_words": [b"a"] * 17}, "at most 16 stop_words, got 17"),
         ({"stop_words": [b"a" * 1025]}, "stop_words of at most 1024 bytes, got 1025"),
         ({"stop_words": [b"\xff"]}, "stop_words as UTF-8"),

@@ -5,19 +5,31 @@ Expected tokens are the golden ones: what a rule forbids or favours follows from
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.server.deployment import GOLDEN, PROMPT, Deployment, RefusedError, joined
+from tests.server.deployment import (
+    GOLDEN,
+    PROMPT,
+    Deployment,
+    EventStream,
+    RefusedError,
+    joined,
+)
 
 pytestmark = pytest.mark.server
 
 REPLAYED: list[int] = GOLDEN["greedy_from_20_replay"].tolist()
 MOST = 512
+PROMPT_LOG_PROBS = {
+    "prompt_ids", "prompt_log_probs", "top_prompt_log_prob_ids", "top_prompt_log_probs"
+}  # fmt: skip
 SPELLED = {"output_token_bytes", "top_token_bytes"}
 LOG_PROBS = SPELLED | {"output_log_probs", "cum_log_probs", "top_log_probs", "top_log_prob_ids"}
 
@@ -138,6 +150,95 @@ def test_the_prompt_comes_back_where_it_is_asked_for(server: Deployment) -> None
     )
     plain = both(server, text_input="Grüße", max_tokens=3, end_id=-1)
     assert answer["text_output"] == "Grüße" + plain["text_output"]
+
+
+def by_sequence(chunks: list[dict[str, Any]], count: int) -> list[list[dict[str, Any]]]:
+    """The responses of each sequence, each of which ends once and last."""
+    parts = [[c for c in chunks if c["sequence_index"] == i] for i in range(count)]
+    for part in parts:
+        assert ["finish_reason" in chunk for chunk in part] == [False] * (len(part) - 1) + [True]
+    return parts
+
+
+def one_of(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def test_n_answers_are_those_of_the_derived_seeds(server: Deployment) -> None:
+    """A prompt of 20 tokens cannot hit on pages of 32: every sequence computes it."""
+    hot = golden(temperature=1.5, max_tokens=12)
+    stream = server.stream(**hot, seed=2**64 - 2, num_return_sequences=3, stream=True)
+    chunks = [{k: one_of(v) for k, v in chunk.items()} for chunk in stream]
+    assert stream.finals == [False] * (len(chunks) - 1) + [True]
+    answers = [joined(part)[1] for part in by_sequence(chunks, 3)]
+    alone = [list(server.stream(**hot, seed=seed)) for seed in (2**64 - 2, 2**64 - 1, 0)]
+    assert answers == [only["output_ids"] for (only,) in alone]
+    assert len({tuple(answer) for answer in answers}) == 3
+    # Not streamed, each answer is one response; HTTP has generate_stream for several.
+    stream = server.stream(**hot, seed=2**64 - 2, num_return_sequences=3)
+    whole = [{k: one_of(v) for k, v in chunk.items()} for chunk in stream]
+    assert sorted(chunk["sequence_index"] for chunk in whole) == [0, 1, 2]
+    assert stream.finals == [False, False, True]
+    assert [joined(part)[1] for part in by_sequence(whole, 3)] == answers
+    assert len(list(server.sse(**hot, num_return_sequences=2))) == 2
+    with pytest.raises(RefusedError, match="generate expects model to produce exactly 1 response"):
+        server.generate(**hot, num_return_sequences=2)
+
+
+def test_n_answers_compute_the_prompt_once(server: Deployment) -> None:
+    """Of 61 prompt tokens the others hit one page of 32 and run one window of 8 again."""
+    asked = {"input_ids": GOLDEN["tokens"].tolist(), "max_tokens": 6, "end_id": -1}
+    asked |= {"temperature": 1.5, "seed": 5}
+    before = server.tokens()
+    parts = by_sequence(list(server.sse(**asked, num_return_sequences=3, stream=True)), 3)
+    assert [part[0]["cached_tokens"] for part in parts] == [0, 32, 32]
+    assert server.seconds_until_empty(1.0) < 1.0
+    counted = [server.tokens()[kind] - before[kind] for kind in ("prompt", "cached", "replayed")]
+    assert counted == [183, 64, 16]
+    later = server.generate(**asked | {"seed": 7})
+    assert (later["cached_tokens"], later["output_ids"]) == (32, joined(parts[2])[1])
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_leaving_frees_the_pages_of_all_answers_within_a_second(
+    server: Deployment, count: int
+) -> None:
+    asked = golden(max_tokens=480, num_return_sequences=count, stream=True)
+    with EventStream(server.http, asked) as events:
+        seen = {event["sequence_index"] for event in itertools.islice(events, 2 * count)}
+        assert seen == set(range(count))
+        server.wait_for_work()
+        assert server.gauges()["requests running"] == count
+    assert server.seconds_until_empty(1.0) < 1.0
+    called = server.stream(**asked)
+    next(iter(called))
+    called.cancel()
+    assert server.seconds_until_empty(1.0) < 1.0
+
+
+def test_echo_with_log_probabilities_of_the_prompt(server: Deployment, engine: Path) -> None:
+    """By the golden logits of the full forward, float64; reported as float32."""
+    tokens = GOLDEN["tokens"].tolist()
+    asked = {"input_ids": tokens, "max_tokens": 2, "end_id": -1, "logprobs": 2, "echo": True}
+    logits = GOLDEN["logits_full"]
+    peak = logits.max(axis=1, keepdims=True)
+    table = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
+    expected = table[np.arange(60), tokens[1:]]
+    text = Tokenizer.from_file(str(engine / "tokenizer.json")).decode(tokens)
+    answer = both(server, **asked)
+    first, *others = list(server.sse(**asked, stream=True, num_return_sequences=2))
+    for shown in (answer, first):
+        assert shown["prompt_ids"] == tokens
+        np.testing.assert_allclose(shown["prompt_log_probs"], expected, rtol=1e-5, atol=1e-6)
+        top = np.array(shown["top_prompt_log_prob_ids"]).reshape(60, 2)
+        assert top.tolist() == np.argsort(-table[:60], axis=1)[:, :2].tolist()
+        assert shown["text_output"].startswith(text)
+        assert shown["cached_tokens"] == 0
+    assert answer["output_ids"][0] == int(logits[60].argmax())
+    assert not any(PROMPT_LOG_PROBS & set(chunk) for chunk in others)
+    other = next(chunk for chunk in others if chunk["sequence_index"] == 1)
+    assert other["text_output"].startswith(text)
+    assert not PROMPT_LOG_PROBS & set(both(server, **asked | {"echo": False}))
 
 
 @pytest.mark.parametrize(
