@@ -189,12 +189,13 @@ def test_n_answers_compute_the_prompt_once(server: Deployment) -> None:
     """Of 61 prompt tokens the others hit one page of 32 and run one window of 8 again."""
     asked = {"input_ids": GOLDEN["tokens"].tolist(), "max_tokens": 6, "end_id": -1}
     asked |= {"temperature": 1.5, "seed": 5}
-    before = server.tokens()
+    names = ("prompt_tokens", "prefix_cache_hits", "replayed_rows")
+    before = [server.metric(f"dsv41_{name}_total") for name in names]
     parts = by_sequence(list(server.sse(**asked, num_return_sequences=3, stream=True)), 3)
     assert [part[0]["cached_tokens"] for part in parts] == [0, 32, 32]
     assert server.seconds_until_empty(1.0) < 1.0
-    counted = [server.tokens()[kind] - before[kind] for kind in ("prompt", "cached", "replayed")]
-    assert counted == [183, 64, 16]
+    after = [server.metric(f"dsv41_{name}_total") for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [183, 64, 16]
     later = server.generate(**asked | {"seed": 7})
     assert (later["cached_tokens"], later["output_ids"]) == (32, joined(parts[2])[1])
 
@@ -208,7 +209,7 @@ def test_leaving_frees_the_pages_of_all_answers_within_a_second(
         seen = {event["sequence_index"] for event in itertools.islice(events, 2 * count)}
         assert seen == set(range(count))
         server.wait_for_work()
-        assert server.gauges()["requests running"] == count
+        assert server.metric("dsv41_num_requests_running") == count
     assert server.seconds_until_empty(1.0) < 1.0
     called = server.stream(**asked)
     next(iter(called))
