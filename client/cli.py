@@ -1,4 +1,4 @@
-"""`dsv41-client`: generate, chat, health, perf, eval. Options may be written with - or _.
+"""`dsv41-client`: generate, chat, health, perf, eval, openai-proxy. Options may have - or _.
 
 Answers, tables and JSON go to standard output; progress, summaries and errors to standard error.
 Exit codes: 0 done, 1 the deployment failed or is not healthy, 2 wrong usage, 130 interrupted.
@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from client.commands import chat, evaluate, generate, health, perf
+from client.commands import chat, evaluate, generate, health, openai_proxy, perf
 from client.commands.common import FAILED, INTERRUPTED, USAGE, say
 from client.protocol import DeploymentError
 
-_COMMANDS = (generate, chat, health, perf, evaluate)
+_COMMANDS = (generate, chat, health, perf, evaluate, openai_proxy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,11 +1,14 @@
 """An echo behind the real Triton server, for tests of the client.
 
-A token is a byte of UTF-8; the output repeats the prompt's bytes. Ids from 300 on in the prompt ask
-for a behaviour (see `_BEHAVIOURS`), ids from 1000 on are out of range.
+A token is a byte of UTF-8; the output repeats the prompt's bytes, of a conversation those of its
+last message; max_tokens −1 ends it after the first time. Ids from 300 on in the prompt ask for a
+behaviour (see `_BEHAVIOURS`), which a text begins with in brackets, [slow]; ids from 1000 on are
+out of range.
 """
 
 import codecs
 import json
+import re
 import threading
 import time
 
@@ -33,6 +36,12 @@ _INPUTS = (
     "top_p",
     "seed",
     "end_id",
+    "messages",
+    "tools",
+    "thinking",
+    "reasoning_effort",
+    "stop_words",
+    "logit_bias",
 )
 
 
@@ -43,6 +52,16 @@ def _values(request):
         if tensor is not None:
             values[name] = tensor.as_numpy()
     return values
+
+
+def _ids(text):
+    """Behaviours first, then the bytes of the rest."""
+    numbers = {name: number for number, name in _BEHAVIOURS.items()}
+    behaviours = []
+    while match := re.match(rf"\[({'|'.join(numbers)})\]", text):
+        behaviours.append(numbers[match[1]])
+        text = text[match.end() :]
+    return np.array([*behaviours, *text.encode()], np.int32)
 
 
 def _describe(values, request_id):
@@ -85,8 +104,10 @@ class TritonPythonModel:
             sender.send(pb_utils.InferenceResponse(error=failure), flags=final)
 
     def _generate(self, sender, values, request_id, final):
-        if "text_input" in values:
-            prompt = np.frombuffer(values["text_input"].ravel()[0], np.uint8).astype(np.int32)
+        if "messages" in values:
+            prompt = _ids(json.loads(values["messages"].ravel()[0])[-1]["content"])
+        elif "text_input" in values:
+            prompt = _ids(values["text_input"].ravel()[0].decode())
         else:
             prompt = values["input_ids"].ravel()
         if prompt.size == 0:
@@ -100,6 +121,8 @@ class TritonPythonModel:
         if text.size == 0:
             text = np.array([46], np.int32)
         max_tokens = int(values.get("max_tokens", np.array([16])).ravel()[0])
+        fits = max_tokens == -1
+        max_tokens = text.size if fits else max_tokens
         end_id = int(values.get("end_id", np.array([-1])).ravel()[0])
         stream = bool(values.get("stream", np.array([False])).ravel()[0])
         cached = 64 if "cached" in asked else 0
@@ -122,7 +145,8 @@ class TritonPythonModel:
             made += 1
             with self._lock:
                 self._tokens.increment(1)
-            reason = "stop" if token == end_id else "length" if made == max_tokens else None
+            ends = token == end_id or (fits and made == text.size)
+            reason = "stop" if ends else "length" if made == max_tokens else None
             ids.append(token)
             texts.append(decoder.decode(bytes([token]), final=reason is not None))
             whole = "pairs" not in asked or len(ids) == 2

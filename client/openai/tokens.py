@@ -1,0 +1,107 @@
+"""Tokens and their log probabilities, and counts of tokens, in the API's forms."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from client.protocol import GenerateChunk
+
+
+class Token(NamedTuple):
+    """One token of an answer and its alternatives, most probable first."""
+
+    spelled: bytes
+    log_prob: float
+    top: list[tuple[bytes, float]]
+
+
+def tokens_of(chunk: GenerateChunk) -> list[Token]:
+    """The chunk's tokens; none where log probabilities did not come."""
+    if chunk.log_probs is None or chunk.token_bytes is None:
+        return []
+    count = len(chunk.token_bytes)
+    width = 0 if chunk.top_log_probs is None else chunk.top_log_probs.shape[1]
+    spelled = iter(chunk.top_token_bytes or ())
+    rows = [[]] * count if chunk.top_log_probs is None else chunk.top_log_probs.tolist()
+    return [
+        Token(own, log_prob, [(next(spelled), value) for value in row[:width]])
+        for own, log_prob, row in zip(
+            chunk.token_bytes, chunk.log_probs.tolist(), rows, strict=True
+        )
+    ]
+
+
+def text_of(spelled: bytes) -> str:
+    """A token as text; bytes that are no character by themselves as \\xNN."""
+    return spelled.decode("utf-8", errors="backslashreplace")
+
+
+def chat_log_probs(tokens: list[Token]) -> dict[str, Any]:
+    def entry(spelled: bytes, log_prob: float) -> dict[str, Any]:
+        return {"token": text_of(spelled), "logprob": log_prob, "bytes": list(spelled)}
+
+    return {
+        "content": [
+            {
+                **entry(token.spelled, token.log_prob),
+                "top_logprobs": [entry(*alternative) for alternative in token.top],
+            }
+            for token in tokens
+        ],
+        "refusal": None,
+    }
+
+
+class CompletionLogProbs:
+    """The completions' form, whose offsets count characters from the text's beginning."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def of(self, tokens: list[Token]) -> dict[str, Any]:
+        """The chosen token is among the alternatives, as the API has it."""
+        return {
+            "tokens": [text_of(token.spelled) for token in tokens],
+            "token_logprobs": [token.log_prob for token in tokens],
+            "top_logprobs": [
+                {text_of(spelled): value for spelled, value in token.top}
+                | {text_of(token.spelled): token.log_prob}
+                for token in tokens
+            ],
+            "text_offset": list(self._offsets(tokens)),
+        }
+
+    def _offsets(self, tokens: list[Token]) -> Iterator[int]:
+        for token in tokens:
+            yield self._offset
+            self._offset += len(self._decoder.decode(token.spelled))
+
+
+class Counts:
+    """Tokens of one HTTP request, over all its prompts and choices."""
+
+    def __init__(self, *, streamed: bool) -> None:
+        self.prompt = self.cached = self.output = self.responses = 0
+        self._streamed = streamed
+
+    def add(self, chunk: GenerateChunk) -> None:
+        """Every chunk once: prompts are counted by those that carry their number."""
+        self.cached += chunk.cached_tokens or 0
+        self.prompt += chunk.num_input_tokens or 0
+        self.output += int(chunk.output_ids.size)
+        self.responses += bool(chunk.output_ids.size)
+
+    def usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.output,
+            "total_tokens": self.prompt + self.output,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+        if self._streamed:  # a response per step then; a step's tokens beyond one were drafts
+            accepted = self.output - self.responses
+            usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted}
+        return usage
