@@ -19,18 +19,18 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.batch import DraftBatch, RaggedBatch
 from engine.directory import Engine
 from engine.manifest import EngineError
 from engine.network.block import Residual
 from engine.network.decoder import DecoderOutput
 from engine.network.draft import DraftOutput
-from engine.paged_cache import CachePools, StepTables
+from engine.paged_cache import CachePools
 from engine.plans import Binding, PlanInfo, plan_file, read_plans
 from engine.segments import CACHES, decoder_tensors, draft_tensors, encoder_tensors
 from plugins.tensorrt_library import LIBRARIES, TensorRtError, installed_version, load, missing
 from plugins.tensorrt_plugin import register_plugins
-from python_backend.executor.torch_executor import DraftContext, PagedExecutor
+from python_backend.executor.inputs import HostDraft, HostStep
+from python_backend.executor.torch_executor import PagedExecutor
 from python_backend.settings import SettingsError
 
 SEGMENTS = ("encoder", "decoder")  # that serving needs; a draft plan where the model drafts
@@ -60,7 +60,8 @@ class PlanExecutor(PagedExecutor):
         self._sessions = sessions
         self._engram = engram
 
-    def _forward(self, batch: RaggedBatch, tables: StepTables) -> DecoderOutput:
+    def _forward(self, step: HostStep) -> DecoderOutput:
+        batch, tables = step.upload(self._device)
         inputs = encoder_tensors(batch, tables, self._pools, self._engram)
         encoded = self._sessions["encoder"].run(inputs)
         if batch.decoder_rows.shape[0] == 0:  # a chunk that ends below every decoder floor
@@ -70,16 +71,16 @@ class PlanExecutor(PagedExecutor):
         decoded = self._sessions["decoder"].run(inputs)
         return DecoderOutput(decoded["logits"], decoded["draft_features"])
 
-    def _draft(
-        self, context: DraftContext, anchors: DraftBatch | None, tables: StepTables
-    ) -> DraftOutput | None:
+    def _draft(self, draft: HostDraft, features: torch.Tensor) -> DraftOutput | None:
         """The graph wants at least one anchor; nobody reads what is drafted behind the padding."""
-        if not len(context.positions):  # nor an anchor: its own row would have to be stored
+        if not len(draft.rows):  # nor an anchor: its own row would have to be stored
             return None
-        zero = context.request.new_zeros(1)
-        given = DraftBatch(zero, zero, zero, zero) if anchors is None else anchors
-        made = self._sessions["draft"].run(draft_tensors(context, given, tables, self._pools))
-        return None if anchors is None else DraftOutput(made["tokens"], made["confidence"])
+        most = max(draft.num_anchors, 1)
+        given = draft.padded(len(draft.rows), most, len(draft.slots)).upload(self._device)
+        context = (features.index_select(0, given.rows), given.request, given.positions)
+        tensors = draft_tensors(context, given.anchors, given.tables, self._pools)
+        made = self._sessions["draft"].run(tensors)
+        return DraftOutput(made["tokens"], made["confidence"]) if draft.num_anchors else None
 
 
 # -- what a machine can run ------------------------------------------------------------------------

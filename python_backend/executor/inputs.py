@@ -1,0 +1,164 @@
+"""What a step's forward and its draft pass read from the host, each as one upload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.batch import DraftBatch, Int32Array, Int64Array, RaggedBatch, RowArrays, StepShape
+from engine.paged_cache import StepTables
+from engine.upload import Array, upload
+from python_backend.step_plan import StepPlan
+
+
+class StepInputs(NamedTuple):
+    """On the device."""
+
+    batch: RaggedBatch
+    tables: StepTables
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """On the host: the rows, and the tables' columns that they can reach, since a table may be
+    sized for a million tokens."""
+
+    rows: RowArrays
+    slots: Int64Array  # [R]
+    global_pages: Int32Array  # [R, global columns]
+    window_pages: Int32Array  # [R, window columns]
+    global_page_tokens: int
+
+    @staticmethod
+    def of(plan: StepPlan) -> HostStep:
+        judged = [piece.rows for piece in plan.prompt_pieces]
+        rows = plan.arrays.to_rows(
+            num_drafts=plan.num_drafts, more_logit_rows=np.concatenate(judged) if judged else None
+        )
+        tables = plan.tables
+        columns = -(-rows.max_context // tables.global_page_tokens)
+        return HostStep(
+            rows=rows,
+            slots=plan.slots.astype(np.int64),
+            global_pages=tables.global_pages[plan.slots, :columns],
+            window_pages=tables.window_pages[plan.slots],
+            global_page_tokens=tables.global_page_tokens,
+        )
+
+    def for_encoder(self) -> HostStep:
+        return replace(self, rows=self.rows.for_encoder())
+
+    def for_decoder(self) -> HostStep:
+        rows = self.rows.for_decoder()
+        columns = -(-rows.max_context // self.global_page_tokens)
+        return replace(self, rows=rows, global_pages=self.global_pages[:, :columns])
+
+    def padded(self, shape: StepShape) -> HostStep:
+        """Padding requests have no page, not even the slot's tail, since no row is theirs."""
+        requests = shape.requests - len(self.slots)
+        columns = -(-shape.max_context // self.global_page_tokens) - self.global_pages.shape[1]
+        below = ((0, requests), (0, 0))
+        return replace(
+            self,
+            rows=self.rows.padded(shape),
+            slots=np.pad(self.slots, (0, requests)),
+            global_pages=np.pad(self.global_pages, ((0, requests), (0, columns))),
+            window_pages=np.pad(self.window_pages, below),
+        )
+
+    def arrays(self) -> tuple[Array, ...]:
+        return (*self.rows.arrays(), self.slots, self.global_pages, self.window_pages)
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> StepInputs:
+        """The inputs whose tensors hold `arrays()`."""
+        *rows, slots, global_pages, window_pages = tensors
+        tables = StepTables(slots, global_pages, window_pages)
+        return StepInputs(self.rows.to_torch(rows), tables)
+
+    def upload(self, device: torch.device | str) -> StepInputs:
+        return self.bind(upload(self.arrays(), device))
+
+
+class DraftInputs(NamedTuple):
+    """On the device: final rows (index into the step's decoder rows, request and position, −1 for
+    one that is not stored), anchors, and the step's tables without global pages."""
+
+    rows: torch.Tensor  # [n]
+    request: torch.Tensor  # [n]
+    positions: torch.Tensor  # [n]
+    anchors: DraftBatch
+    tables: StepTables
+
+
+@dataclass(frozen=True)
+class HostDraft:
+    """On the host."""
+
+    rows: Int64Array  # [n]
+    request: Int64Array  # [n]
+    positions: Int64Array  # [n]
+    anchors: Int64Array  # [4, A] token, position, request, floor
+    slots: Int64Array  # [R]
+    window_pages: Int32Array  # [R, window columns]
+
+    @staticmethod
+    def of(
+        plan: StepPlan, step: HostStep, tokens: Int32Array, num_accepted: Int64Array
+    ) -> HostDraft:
+        """The context of the rows that stay, of those who want drafts; an anchor for those of them
+        who have a new token."""
+        arrays, rows = plan.arrays, step.rows
+        rejected = plan.num_drafts - num_accepted
+        ends = arrays.first_position + np.diff(arrays.query_start) - rejected
+        request, positions = rows.request[rows.decoder_rows], rows.positions[rows.decoder_rows]
+        kept = np.flatnonzero(positions < np.where(plan.wants_drafts, ends, 0)[request])
+        who = np.flatnonzero(plan.wants_drafts & arrays.wants_logits)
+        return HostDraft(
+            rows=kept,
+            request=request[kept],
+            positions=positions[kept],
+            anchors=np.stack([tokens[who], ends[who], who, arrays.decoder_floor[who]]),
+            slots=step.slots,
+            window_pages=step.window_pages,
+        )
+
+    @property
+    def num_anchors(self) -> int:
+        return self.anchors.shape[1]
+
+    def padded(self, rows: int, anchors: int, requests: int) -> HostDraft:
+        """Padding rows are stored nowhere, padding anchors at position −1 see nothing."""
+        more = (0, rows - len(self.rows))
+        below = requests - len(self.slots)
+        blank = np.array([[0], [-1], [0], [0]]).repeat(anchors - self.num_anchors, axis=1)
+        return HostDraft(
+            rows=np.pad(self.rows, more),
+            request=np.pad(self.request, more),
+            positions=np.pad(self.positions, more, constant_values=-1),
+            anchors=np.concatenate([self.anchors, blank], axis=1),
+            slots=np.pad(self.slots, (0, below)),
+            window_pages=np.pad(self.window_pages, ((0, below), (0, 0))),
+        )
+
+    def arrays(self) -> tuple[Array, ...]:
+        return (
+            self.rows,
+            self.request,
+            self.positions,
+            self.anchors,
+            self.slots,
+            self.window_pages,
+        )
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> DraftInputs:
+        """The inputs whose tensors hold `arrays()`."""
+        rows, request, positions, anchors, slots, window_pages = tensors
+        tables = StepTables(slots, window_pages[:, :0], window_pages)
+        return DraftInputs(rows, request, positions, DraftBatch(*anchors.unbind()), tables)
+
+    def upload(self, device: torch.device | str) -> DraftInputs:
+        return self.bind(upload(self.arrays(), device))
