@@ -24,6 +24,8 @@ from engine.config import ModelConfig
 from plugins.formats.records import RecordLayout, index_record, main_record, window_record
 from plugins.formats.rows import Region, RowStore
 
+_NOWHERE = -(1 << 60)
+
 
 class PoolLayout:
     """Where the rows of every layer and source lie in a page of their pool.
@@ -198,10 +200,12 @@ class PagedCache:
 
     def entry_slots(self, ratio: int, request: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
         rows, table = self._pools.layout.global_page_tokens // ratio, self._tables.global_pages
-        column = entry // rows
-        page = table[request, column.clamp(0, table.shape[1] - 1)]
-        page = torch.where(column < table.shape[1], page, 0)
-        return _page_slots(page, entry, rows)
+        column, columns = entry // rows, table.shape[1]
+        # Tables and entries are small beside what they make together, all entries of all requests:
+        # what has no slot lies so far below zero that the sum does too.
+        first = torch.where(table > 0, table.long() * rows, _NOWHERE)
+        offset = torch.where((entry >= 0) & (column < columns), entry % rows, _NOWHERE)
+        return (first[request, column.clamp(0, columns - 1)] + offset).clamp(min=-1)
 
     def tail_slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         capacity = self.tail_capacity

@@ -15,7 +15,7 @@ from engine.config import ModelConfig
 from engine.network.attention import attention
 from engine.network.block import Residual, after_attention, collapse, embed
 from engine.network.compress import compress
-from engine.network.engram import EngramHash, inject
+from engine.network.engram import EngramHash, EngramMemories, inject
 from engine.network.rope import RopeTables
 from engine.network.rows import CompressRows, SegmentRows
 from engine.network.select import Selection
@@ -38,12 +38,13 @@ class Encoder:
         config = self._config
         rows = SegmentRows.of_encoder(batch, cache, config)
         entry_rows = CompressRows.of(batch, cache, config)
-        engram_rows = self._engram.rows(batch)
-        residual = embed(batch.tokens, self._weights.embed, config)
+        layers, embedding = self._weights.layers, self._weights.embed
+        engram = EngramMemories(self._engram.rows(batch), layers, embedding.dtype)
+        residual = embed(batch.tokens, embedding, config)
         published: Selection | None = None
         for layer in range(config.decoder_start):
-            weights = self._weights.layers[layer]
-            residual = self._inject(layer, residual, engram_rows, rows)
+            weights = layers[layer]
+            residual = self._inject(layer, residual, engram, rows)
             u = collapse(residual, weights.attn_norm, config)
             self._compress(layer, u, entry_rows, cache)
             y, published = attention(
@@ -58,8 +59,8 @@ class Encoder:
                 is_image=rows.is_image,
             )
         layer = config.decoder_start
-        residual = self._inject(layer, residual, engram_rows, rows)
-        u = collapse(residual, self._weights.layers[layer].attn_norm, config)
+        residual = self._inject(layer, residual, engram, rows)
+        u = collapse(residual, layers[layer].attn_norm, config)
         self._compress(layer, u, entry_rows, cache)
         return residual.rows(batch.decoder_rows)
 
@@ -67,14 +68,14 @@ class Encoder:
         self,
         layer: int,
         residual: Residual,
-        engram_rows: dict[int, torch.Tensor],
+        engram: EngramMemories,
         rows: SegmentRows,
     ) -> Residual:
         weights = self._weights.layers[layer].engram
         if weights is None:
             return residual
         eps = self._config.rms_norm_eps
-        streams = inject(residual.streams, engram_rows[layer], weights, rows.is_image, eps)
+        streams = inject(residual.streams, engram.take(layer), weights, rows.is_image, eps)
         return Residual(streams, residual.pre)
 
     def _compress(self, layer: int, u: torch.Tensor, rows: CompressRows, cache: CacheView) -> None:

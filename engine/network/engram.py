@@ -6,11 +6,14 @@ The rows depend on token ids only, so a step can compute and fetch them before i
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from engine.batch import RaggedBatch
 from engine.config import ConfigError, ModelConfig
-from engine.network.weights import EngramWeights
+from engine.network.weights import EngramWeights, LayerWeights
 from plugins.engram import engram_gate, engram_layout, engram_lookup, engram_rows
 from plugins.linear import linear
 
@@ -63,16 +66,54 @@ class EngramHash:
         }
 
 
+class EngramMemories:
+    """What a step reads of each layer's table, [T, columns · width]: fetched before the first layer
+    runs, on a device beside it."""
+
+    def __init__(
+        self,
+        rows: Mapping[int, torch.Tensor],
+        layers: Sequence[LayerWeights],
+        dtype: torch.dtype,
+    ) -> None:
+        """rows [T, columns] of each Engram layer's table."""
+        self._made: dict[int, torch.Tensor] = {}
+        self._ready: dict[int, torch.cuda.Event] = {}
+        for layer, of_layer in rows.items():
+            weights = layers[layer].engram
+            assert weights is not None, "an Engram layer has Engram weights"
+            if not of_layer.is_cuda:
+                self._made[layer] = engram_lookup(weights.table, of_layer, dtype)
+                continue
+            beside = _side_stream(of_layer.device)
+            # Also what used the memory that the allocator gives out again has then run.
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                self._made[layer] = engram_lookup(weights.table, of_layer, dtype)
+                self._ready[layer] = beside.record_event()
+
+    def take(self, layer: int) -> torch.Tensor:
+        """The layer's memory, once."""
+        if layer in self._ready:
+            torch.cuda.current_stream().wait_event(self._ready.pop(layer))
+        return self._made.pop(layer)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
 def inject(
     streams: torch.Tensor,
-    rows: torch.Tensor,
+    memory: torch.Tensor,
     weights: EngramWeights,
     is_image: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """Streams [T, S, D] after the gate; rows [T, columns] of the layer's table."""
+    """Streams [T, S, D] after the gate; memory [T, columns · width] of the layer's table."""
     num_streams, hidden = streams.shape[1:]
-    memory = engram_lookup(weights.table, rows, streams.dtype)
     projected = linear(memory, weights.wkv)
     keys, value = torch.split(projected, [num_streams * hidden, hidden], dim=-1)
     return engram_gate(

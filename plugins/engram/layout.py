@@ -19,7 +19,7 @@ _SEED = 10007
 _SIEVE_SPAN = 1 << 14
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity: arrays have no hash
 class EngramLayout:
     """One layer's hash. Columns are (n-gram size 2 … n, head), head fastest."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,9 +59,20 @@ def engram_rows(
         hashes = hashes ^ token_hash
         if back:
             ngram_hashes.append(hashes)
-    primes = torch.from_numpy(layout.primes).to(device).view(reach, -1)
-    offsets = torch.from_numpy(layout.offsets).to(device).view(reach, -1)
+    sections = _sections if device.type == "cpu" else _kept_sections
+    primes, offsets = sections(layout, device)
     return (torch.stack(ngram_hashes, 1).unsqueeze(-1) % primes + offsets).flatten(1)
+
+
+def _sections(layout: EngramLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Primes and offsets by n-gram size and head."""
+    shape = (layout.max_ngram_size - 1, -1)
+    primes, offsets = (torch.from_numpy(a).to(device) for a in (layout.primes, layout.offsets))
+    return primes.view(shape), offsets.view(shape)
+
+
+# Uploaded once: a copy in every step would wait for the device.
+_kept_sections = functools.lru_cache(maxsize=64)(_sections)
 
 
 @operator(ENGRAM_LOOKUP)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.upload import upload
 from python_backend.generation.checks import MAX_BAD_WORD_TOKENS
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.slot_lists import SlotLists
@@ -167,7 +168,7 @@ class LogitRules:
             logits[self._tensor(at), self._tensor(ids)] = float("-inf")
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return upload([array], self._device)[0]
 
 
 def _words(words: tuple[tuple[int, ...], ...]) -> tuple[Int64Array, Int32Array]:

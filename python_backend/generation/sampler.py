@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.upload import upload
 from plugins.sample import sample
 from python_backend.generation.log_probs import log_probs_of
 from python_backend.generation.rows import LogitRows
@@ -125,4 +126,4 @@ class Sampler:
         }
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return upload([array], self._device)[0]

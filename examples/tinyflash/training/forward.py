@@ -38,6 +38,7 @@ from examples.tinyflash.training.selection import (
     select_entries,
 )
 from plugins.compressor import pool_pairs
+from plugins.engram import engram_lookup
 from plugins.linear import linear
 from plugins.mega_attention import mega_attention
 from plugins.mega_gate import mega_gate
@@ -145,8 +146,11 @@ class BackboneForward:
             if self._wants_features and layer in config.dspark_target_layer_ids:
                 self.collected.draft_features.append(residual.streams.mean(1).detach())
             if weights.engram is not None:
-                engram_rows, eps = self._data.engram_rows[layer], config.rms_norm_eps
-                streams = inject(residual.streams, engram_rows, weights.engram, None, eps)
+                engram, eps = weights.engram, config.rms_norm_eps
+                memory = engram_lookup(
+                    engram.table, self._data.engram_rows[layer], residual.streams.dtype
+                )
+                streams = inject(residual.streams, memory, engram, None, eps)
                 residual = Residual(streams, residual.pre)
             u = collapse(residual, weights.attn_norm, config)
             if weights.attention.compressor is not None and layer < config.decoder_start:
