@@ -25,7 +25,7 @@ class Residual(NamedTuple):
     streams: torch.Tensor  # [T, S, D] compute dtype
     pre: torch.Tensor  # [T, S] at least float32
 
-    def rows(self, kept: torch.Tensor) -> Residual:
+    def rows(self, kept: torch.Tensor | slice) -> Residual:
         return Residual(self.streams[kept], self.pre[kept])
 
 

@@ -12,6 +12,7 @@ import torch
 from engine.batch import DraftBatch, Int32Array, Int64Array, RaggedBatch, RowArrays, StepShape
 from engine.paged_cache import StepTables
 from engine.upload import Array, upload
+from python_backend.settings import CoreLimits
 from python_backend.step_plan import StepPlan
 
 
@@ -49,6 +50,35 @@ class HostStep:
             global_page_tokens=tables.global_page_tokens,
         )
 
+    @staticmethod
+    def nothing(limits: CoreLimits) -> HostStep:
+        """No request, with the widths that the core's steps have."""
+        none = np.empty(0, dtype=np.int64)
+        rows = RowArrays(
+            tokens=none,
+            positions=none,
+            request=none,
+            query_start=np.zeros(1, dtype=np.int64),
+            encoder_floor=none,
+            decoder_floor=none,
+            write_floor=none,
+            history=np.empty((0, limits.history_width), dtype=np.int64),
+            decoder_rows=none,
+            logit_rows=none,
+            max_context=0,
+        )
+        return HostStep(
+            rows=rows,
+            slots=none,
+            global_pages=np.empty((0, 0), dtype=np.int32),
+            window_pages=np.empty((0, limits.window_columns), dtype=np.int32),
+            global_page_tokens=limits.global_page_tokens,
+        )
+
+    @property
+    def shape(self) -> StepShape:
+        return self.rows.shape
+
     def for_encoder(self) -> HostStep:
         return replace(self, rows=self.rows.for_encoder())
 
@@ -81,6 +111,14 @@ class HostStep:
 
     def upload(self, device: torch.device | str) -> StepInputs:
         return self.bind(upload(self.arrays(), device))
+
+
+class DraftShape(NamedTuple):
+    """Sizes that a draft pass is padded to."""
+
+    requests: int
+    rows: int
+    anchors: int
 
 
 class DraftInputs(NamedTuple):
@@ -126,19 +164,32 @@ class HostDraft:
             window_pages=step.window_pages,
         )
 
-    @property
-    def num_anchors(self) -> int:
-        return self.anchors.shape[1]
-
-    def padded(self, rows: int, anchors: int, requests: int) -> HostDraft:
-        """Padding rows are stored nowhere, padding anchors at position −1 see nothing."""
-        more = (0, rows - len(self.rows))
-        below = requests - len(self.slots)
-        blank = np.array([[0], [-1], [0], [0]]).repeat(anchors - self.num_anchors, axis=1)
+    @staticmethod
+    def nothing(limits: CoreLimits) -> HostDraft:
+        """No request, with the widths that the core's steps have."""
+        none = np.empty(0, dtype=np.int64)
         return HostDraft(
-            rows=np.pad(self.rows, more),
-            request=np.pad(self.request, more),
-            positions=np.pad(self.positions, more, constant_values=-1),
+            rows=none,
+            request=none,
+            positions=none,
+            anchors=np.empty((4, 0), dtype=np.int64),
+            slots=none,
+            window_pages=np.empty((0, limits.window_columns), dtype=np.int32),
+        )
+
+    @property
+    def shape(self) -> DraftShape:
+        return DraftShape(len(self.slots), len(self.rows), self.anchors.shape[1])
+
+    def padded(self, shape: DraftShape) -> HostDraft:
+        """Padding rows are stored nowhere, padding anchors at position −1 see nothing."""
+        mine = self.shape
+        below, rows = shape.requests - mine.requests, (0, shape.rows - mine.rows)
+        blank = np.array([[0], [-1], [0], [0]]).repeat(shape.anchors - mine.anchors, axis=1)
+        return HostDraft(
+            rows=np.pad(self.rows, rows),
+            request=np.pad(self.request, rows),
+            positions=np.pad(self.positions, rows, constant_values=-1),
             anchors=np.concatenate([self.anchors, blank], axis=1),
             slots=np.pad(self.slots, (0, below)),
             window_pages=np.pad(self.window_pages, ((0, below), (0, 0))),

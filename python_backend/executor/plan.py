@@ -75,12 +75,13 @@ class PlanExecutor(PagedExecutor):
         """The graph wants at least one anchor; nobody reads what is drafted behind the padding."""
         if not len(draft.rows):  # nor an anchor: its own row would have to be stored
             return None
-        most = max(draft.num_anchors, 1)
-        given = draft.padded(len(draft.rows), most, len(draft.slots)).upload(self._device)
+        num_anchors = draft.shape.anchors
+        padded = draft.padded(draft.shape._replace(anchors=max(num_anchors, 1)))
+        given = padded.upload(self._device)
         context = (features.index_select(0, given.rows), given.request, given.positions)
         tensors = draft_tensors(context, given.anchors, given.tables, self._pools)
         made = self._sessions["draft"].run(tensors)
-        return DraftOutput(made["tokens"], made["confidence"]) if draft.num_anchors else None
+        return DraftOutput(made["tokens"], made["confidence"]) if num_anchors else None
 
 
 # -- what a machine can run ------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from engine.network.draft import DraftOutput
 from engine.paged_cache import CachePools, PagedCache
 from engine.upload import upload
 from python_backend.drafting.verification import verify
-from python_backend.executor.inputs import HostDraft, HostStep
+from python_backend.executor.inputs import DraftInputs, HostDraft, HostStep
 from python_backend.generation.log_probs import log_probs_of
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.sampler import Choice, Sampler
@@ -134,11 +134,13 @@ class TorchExecutor(PagedExecutor):
         return self._network.forward(batch, PagedCache(self._pools, tables))
 
     def _draft(self, draft: HostDraft, features: torch.Tensor) -> DraftOutput | None:
-        given = draft.upload(self._device)
+        return self._draft_behind(draft.upload(self._device), features)
+
+    def _draft_behind(self, given: DraftInputs, features: torch.Tensor) -> DraftOutput | None:
         cache = PagedCache(self._pools, given.tables)
         kept = features.index_select(0, given.rows)
         self._network.store_draft_context(kept, given.request, given.positions, cache)
-        return self._network.draft(given.anchors, cache) if draft.num_anchors else None
+        return self._network.draft(given.anchors, cache) if len(given.anchors.anchors) else None
 
 
 def _drafts_of(plan: StepPlan) -> npt.NDArray[np.int32]:
