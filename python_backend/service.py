@@ -11,7 +11,6 @@ Knows nothing of the Triton server; `triton_model` puts it behind one, and tests
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -27,8 +26,10 @@ from engine.config import ModelConfig
 from engine.directory import Engine
 from engine.manifest import EngineError
 from engine.network import Network
+from engine.network.device import moved
 from engine.paged_cache import CachePools
 from python_backend.core import EngineCore
+from python_backend.executor.cuda_executor import CudaExecutor
 from python_backend.executor.plan import DEVICE, open_plans, refusal
 from python_backend.executor.torch_executor import PagedExecutor, TorchExecutor
 from python_backend.generation.defaults import (
@@ -108,9 +109,13 @@ class CheckedEngine:
         dtype: torch.dtype = getattr(torch, self.settings.dtype)
         return dtype
 
+    @property
+    def device(self) -> str:
+        return DEVICE if self.runs_plans else self.settings.device
+
     def limits(self) -> CoreLimits:
         """Sized for the memory that is free now. Raises SettingsError when that is too little."""
-        free = torch.cuda.mem_get_info()[0] if self.runs_plans else available_memory()
+        free = available_memory() if self.device == "cpu" else torch.cuda.mem_get_info()[0]
         return self.settings.resolve(self.engine.config, free)
 
     def pools(self, limits: CoreLimits) -> CachePools:
@@ -124,7 +129,7 @@ class CheckedEngine:
             window_page_rows=limits.window_page_tokens,
             dtype=self.dtype,
             quantize=self.settings.cache_quant,
-            device=DEVICE if self.runs_plans else "cpu",
+            device=self.device,
         )
 
 
@@ -148,6 +153,8 @@ def check(engine_dir: Path, options: Mapping[str, Any]) -> CheckedEngine:
     reason = refusal(engine, checked.dtype) if checked.runs_plans else None
     if reason is not None:
         raise EngineError(reason)
+    if checked.device != "cpu" and not torch.cuda.is_available():
+        raise SettingsError("expected a CUDA device for device cuda, found none; use device cpu")
     checked.limits()
     return checked
 
@@ -174,7 +181,7 @@ class ServedModel:
         limits = checked.limits()
         pools = checked.pools(limits)
         on_progress("making cache pools", 1.0)
-        core = EngineCore(make_executor(pools), limits)
+        core = EngineCore(make_executor(pools, limits), limits)
         return ServedModel(
             checked.engine.config, limits, core, checked.text, checked.end_ids, checked.defaults
         )
@@ -223,14 +230,32 @@ class ServedModel:
             logger.exception("core_failed")
 
 
-def _load(checked: CheckedEngine, on_progress: OnProgress) -> Callable[[CachePools], PagedExecutor]:
+def _load(
+    checked: CheckedEngine, on_progress: OnProgress
+) -> Callable[[CachePools, CoreLimits], PagedExecutor]:
     """Read the weights, in the form that the executor has them; it then wants its pools."""
-    engine = checked.engine
+    engine, settings = checked.engine, checked.settings
     if checked.runs_plans:
-        return open_plans(engine, checked.dtype)
+        on_plans = open_plans(engine, checked.dtype)
+        return lambda pools, limits: on_plans(pools)
     advance = _share_of(engine.weight_bytes(), "loading weights", on_progress)
     weights = engine.load_weights(checked.dtype, packed=True, advance=advance)
-    return functools.partial(TorchExecutor, Network(engine.config, weights))
+    if checked.device == "cpu":
+        network = Network(engine.config, weights)
+        return lambda pools, limits: TorchExecutor(network, pools)
+    moved_weights = moved(weights, checked.device, engram_on_host=settings.engram_on_host)
+    on_device = Network(engine.config, moved_weights)
+
+    def executor(pools: CachePools, limits: CoreLimits) -> CudaExecutor:
+        made = CudaExecutor(on_device, pools, limits, graphs=settings.cuda_graphs)
+        shapes = made.shapes_at_start()
+        advance = _share_of(len(shapes), "capturing graphs", on_progress)
+        for shape in shapes:
+            made.capture(shape)
+            advance(1)
+        return made
+
+    return executor
 
 
 def _share_of(total: int, stage: str, on_progress: OnProgress) -> Callable[[int], None]:

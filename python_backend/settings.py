@@ -28,6 +28,7 @@ from python_backend.replay import ReplayRule
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 EXECUTORS = ("torch", "plan")
+DEVICES = ("cpu", "cuda")
 DEFAULT_SURVIVAL = 0.1
 MAX_JUDGED_LOGITS = 1 << 25
 DEFAULT_QUEUED_REQUESTS = 1024
@@ -98,6 +99,9 @@ class ServeSettings:
 
     dtype: str = "float32"
     executor: str = "torch"  # or "plan": the engine's TensorRT plans, on a GPU
+    device: str = "cpu"  # of the torch executor: or "cuda"
+    cuda_graphs: bool = True  # on a GPU: replay steps of few sizes as CUDA graphs
+    engram_on_host: bool = False  # on a GPU: leave the Engram tables in pinned host memory
     cache_quant: bool = True  # packed FP4/FP8 cache records, as the model was trained
     max_batch_size: int = 64  # requests running at once
     max_num_tokens: int = 2048  # rows of one step: decode rows, prefill chunks and replayed rows
@@ -125,6 +129,10 @@ class ServeSettings:
         if self.executor not in EXECUTORS:
             raise SettingsError(
                 f"expected executor to be one of {', '.join(EXECUTORS)}, got {self.executor!r}"
+            )
+        if self.device not in DEVICES:
+            raise SettingsError(
+                f"expected device to be one of {', '.join(DEVICES)}, got {self.device!r}"
             )
         for field in fields(self):
             value = getattr(self, field.name)

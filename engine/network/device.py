@@ -3,42 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 
-from plugins.formats.rows import PackedRows, ValueRows
-from plugins.linear import PackedFormat, PackedLinearWeight
+from engine.network.weights import EngramWeights
+from plugins.formats.rows import PackedRows, RowStore, ValueRows
+from plugins.linear import PackedLinearWeight
 from plugins.moe import PackedExpertWeights
 
 Value = TypeVar("Value")
 
-_PLAIN = (bool, int, float, str, torch.dtype, PackedFormat)
+_PLAIN = (bool, int, float, str, Enum, torch.dtype)
 
 
-def moved(value: Value, device: str) -> Value:
+def moved(value: Value, device: str, *, engram_on_host: bool = False) -> Value:
     """Weights with every tensor in their dataclasses, tuples and rows on `device`.
 
-    Raises TypeError for a kind of weight that it does not know.
+    Packed weights stay packed. With `engram_on_host` the Engram tables are pinned in the host's
+    memory instead. Raises TypeError for a kind of weight that it does not know.
     """
+
+    def move(one: Any) -> Any:
+        return moved(one, device, engram_on_host=engram_on_host)
+
     result: Any = value
     if isinstance(value, torch.Tensor):
         result = value.to(device)
     elif isinstance(value, tuple):
-        result = tuple(moved(member, device) for member in value)
+        result = tuple(move(member) for member in value)
     elif isinstance(value, PackedRows):
         result = PackedRows(value.data.to(device), value.layout)
     elif isinstance(value, ValueRows):
         result = ValueRows(value.values.to(device), value.layout)
     elif isinstance(value, PackedLinearWeight):
-        result = PackedLinearWeight(moved(value.packed, device), value.quantized_input)
+        result = PackedLinearWeight(move(value.packed), value.quantized_input)
     elif isinstance(value, PackedExpertWeights):
-        matrices = moved(value.matrices(), device)
-        result = PackedExpertWeights(*matrices, value.dtype, value.quantized_input)
+        w1, w3, w2 = move(value.matrices())
+        result = PackedExpertWeights(w1, w3, w2, value.dtype, value.quantized_input)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: moved(getattr(value, f.name), device) for f in dataclasses.fields(value)}
+        stays = {"table"} if engram_on_host and isinstance(value, EngramWeights) else set()
+        changes = {
+            f.name: (_pinned if f.name in stays else move)(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+        }
         result = dataclasses.replace(value, **changes)
     elif value is not None and not isinstance(value, _PLAIN):
         raise TypeError(f"expected weights in dataclasses and tuples, got {type(value).__name__}")
     moved_value: Value = result
     return moved_value
+
+
+def _pinned(table: RowStore) -> RowStore:
+    """The table in memory that the device reads by itself. A mapped file is read whole."""
+    if isinstance(table, PackedRows):
+        return PackedRows(table.data.pin_memory(), table.layout)
+    assert isinstance(table, ValueRows), f"a table of {type(table).__name__} cannot be pinned"
+    return ValueRows(table.values.pin_memory(), table.layout)

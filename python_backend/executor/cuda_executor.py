@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.batch import StepShape
 from engine.network import Network
 from engine.network.block import Residual
 from engine.network.decoder import DecoderOutput
@@ -69,19 +70,18 @@ class CudaExecutor(TorchExecutor):
     def num_graphs(self) -> int:
         return len(self._graphs)
 
+    def shapes_at_start(self) -> list[StepShape]:
+        """The decode sizes to `capture` before serving; none without graphs."""
+        return [] if self._results is None else list(self._sizes.at_start())
+
     @torch.inference_mode()
-    def capture(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
-        """Make the graphs of the decode sizes, and tell the share that is done."""
-        if self._results is None:
-            return
-        shapes = list(self._sizes.at_start())
-        for done, shape in enumerate(shapes, 1):
-            self._capture("step", HostStep, shape, self._step)
-            if self._network.drafts and self._sizes.verify_rows > 1:
-                drafts = DraftShape(shape.requests, shape.rows, shape.requests)
-                if ("draft", drafts) not in self._graphs:  # whatever the context
-                    self._capture("draft", HostDraft, drafts, self._draft_of_results)
-            on_progress(done / len(shapes))
+    def capture(self, shape: StepShape) -> None:
+        """Make the graphs of a decode size: the step, and the draft pass behind it."""
+        self._capture("step", HostStep, shape, self._step)
+        drafts = DraftShape(shape.requests, shape.rows, shape.requests)
+        # A draft pass is the same whatever the context.
+        if self._sizes.verify_rows > 1 and ("draft", drafts) not in self._graphs:
+            self._capture("draft", HostDraft, drafts, self._draft_of_results)
 
     def _forward(self, step: HostStep) -> DecoderOutput:
         rows = step.rows

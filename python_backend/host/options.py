@@ -23,6 +23,9 @@ DEFAULT_DRAIN_SECONDS = 10.0
 SETTING_HELP = {
     "dtype": "compute type: float32, bfloat16 or float64",
     "executor": "torch, or plan: the engine's TensorRT plans, on a GPU",
+    "device": "cpu, or cuda: where the torch executor computes",
+    "cuda_graphs": "on a GPU: replay steps of few sizes as CUDA graphs",
+    "engram_on_host": "on a GPU: leave the Engram tables in pinned host memory",
     "cache_quant": "packed FP4/FP8 cache records, as the model was trained",
     "max_batch_size": "requests that run at once (the engine's limit)",
     "max_num_tokens": "rows of one step: decode, prefill and replay (the engine's limit)",
@@ -42,7 +45,14 @@ SETTING_HELP = {
     "num_speculative_tokens": "drafts verified in one step at most (the model's block)",
     "speculative_threshold": "least probability that a draft is accepted to verify it",
 }
-_SWITCHES = ("cache_quant", "prefix_cache", "swa_bounded_replay", "speculative")
+_SWITCHES = (
+    "cuda_graphs",
+    "engram_on_host",
+    "cache_quant",
+    "prefix_cache",
+    "swa_bounded_replay",
+    "speculative",
+)
 
 
 @dataclass(frozen=True)
