@@ -1,0 +1,171 @@
+"""One step through the real executor, again and again: as it is served, and as one CUDA graph."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import engine.upload
+from benchmarks.forward.cases import Case, step_of
+from engine.network import Network
+from engine.network.decoder import DecoderOutput
+from engine.paged_cache import CachePools
+from plugins.formats.rows import PackedRows
+from python_backend.executor.inputs import HostDraft, HostStep
+from python_backend.executor.torch_executor import TorchExecutor
+from python_backend.settings import CoreLimits
+from python_backend.step_plan import StepPlan
+
+_SAMPLES = 5
+_BUDGET_MS = 400.0  # of all replays of one sample
+_SERVED_BEFORE = 4  # a size is captured when it is asked for the third time
+
+
+def filled_pools(
+    network: Network, limits: CoreLimits, device: str, *, quantize: bool = True
+) -> CachePools:
+    """Caches full of rows of standard deviation one, every page alike."""
+    pools = CachePools(
+        network.config,
+        num_global_pages=limits.num_global_pages,
+        num_window_pages=limits.num_window_pages,
+        num_slots=limits.max_batch_size,
+        global_page_tokens=limits.global_page_tokens,
+        window_page_rows=limits.window_page_tokens,
+        dtype=network.dtype,
+        quantize=quantize,
+        device=device,
+    )
+    config = network.config
+    stores = [pools.window(layer) for layer in range(config.num_layers_total)]
+    for source in config.kv_source_layer_ids:
+        stores += [pools.main(source), pools.index(source)]
+    for store in stores:
+        if isinstance(store, PackedRows):
+            rows = torch.randn(store.data.shape[1], store.width, device=device)
+            store.data.copy_(store.layout.pack(rows))
+    pools.tails.normal_()
+    return pools
+
+
+@dataclass
+class Step:
+    """One case on one executor."""
+
+    executor: TorchExecutor
+    plan: StepPlan
+    host: HostStep = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host = HostStep.of(self.plan)
+
+    @torch.inference_mode()
+    def forward(self) -> DecoderOutput:
+        """The forward, and where drafts are wanted a draft pass as if all had been accepted."""
+        output = self.executor._forward(self.host)
+        if self.plan.wants_drafts.any():
+            tokens = np.full(self.plan.arrays.num_requests, 5, dtype=np.int32)
+            draft = HostDraft.of(self.plan, self.host, tokens, self.plan.num_drafts)
+            self.executor._draft(draft, output.draft_features)
+        return output
+
+    def served_ms(self, *, samples: int = 9) -> float:
+        """Median time from the plan to the end of the device's work, in milliseconds."""
+        for _ in range(_SERVED_BEFORE):
+            self.forward()
+        return statistics.median(self._once() for _ in range(samples))
+
+    def _once(self) -> float:
+        _wait()
+        started = time.perf_counter()
+        self.forward()
+        _wait()
+        return (time.perf_counter() - started) * 1e3
+
+    def captured(self) -> tuple[torch.cuda.CUDAGraph, DecoderOutput]:
+        """The step as one graph, its uploads included. Its executor must not use graphs itself."""
+        uploads = _Uploads()
+        with uploads:
+            self.forward()
+        graph = torch.cuda.CUDAGraph()
+        with uploads, torch.cuda.graph(graph):
+            output = self.forward()
+        self._uploads = uploads  # read again by every replay
+        return graph, output
+
+
+class _Uploads:
+    """Puts the same pinned memory behind the same uploads of a step: a graph reads it again, and
+    none can be taken while one is captured."""
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+        self._packed = engine.upload.packed
+        self._place = 0
+
+    def __enter__(self) -> None:
+        self._place = 0
+        engine.upload.packed = self._again
+
+    def __exit__(self, *error: object) -> None:
+        engine.upload.packed = self._packed
+
+    def _again(self, arrays: Any) -> torch.Tensor:
+        if self._place == len(self._kept):
+            self._kept.append(self._packed(arrays))
+        self._place += 1
+        return self._kept[self._place - 1]
+
+
+def gpu_ms(graph: torch.cuda.CUDAGraph) -> tuple[float, float]:
+    """Median of the samples' means, and their spread (largest less smallest over the median)."""
+    _replays(graph, 1)
+    count = int(max(2, min(20, _BUDGET_MS / max(_replays(graph, 1), 1e-3))))
+    times = sorted(_replays(graph, count) for _ in range(_SAMPLES))
+    middle = times[len(times) // 2]
+    return middle, (times[-1] - times[0]) / middle
+
+
+def _replays(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def launches(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """Kernels that `run` launches, by name: how many, and their microseconds together."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = {}
+    for event in profile.events() or []:
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        count, us = found.get(event.name, (0, 0.0))
+        found[event.name] = count + 1, us + float(event.device_time)
+    return found
+
+
+def relative_rms(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    ours, expected = ours.double(), expected.double()
+    return float((ours - expected).norm() / expected.norm())
+
+
+def step_on(executor: TorchExecutor, case: Case, limits: CoreLimits) -> Step:
+    return Step(executor, step_of(case, limits))
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,80 @@
+"""The forward benchmark: its grammar, the steps that it makes, and one run of each kind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.forward.cases import Request, num_global_pages, parse, step_of
+from benchmarks.forward.run import limits_for, rank_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_grammar() -> None:
+    assert parse("decode=32*1@8192").requests == (Request(1, 8192, 0, False),) * 32
+    assert parse("verify=16*6@131072:5").requests == (Request(6, 131072, 5, False),) * 16
+    assert parse("hit=2048@10240").requests == (Request(2048, 10240, 0, False),)
+    mixed = parse("mix=8192,2*1@8192,64@100c").requests
+    assert mixed[0] == Request(8192, 8192, 0, False)
+    assert mixed[3] == Request(64, 100, 0, True)
+    assert [r.decodes for r in mixed] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("text", ["1@2", "x=", "x=1@", "x=3@2", "x=0", "x=5:5", "x=a", "=1"])
+def test_what_the_grammar_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse(text)
+
+
+def test_steps_are_those_of_a_scheduler() -> None:
+    """TINY has a window of 8 and pages of 16 tokens."""
+    case = parse("mix=40,1@100,4@200:3,32@96,20@50c")
+    limits = limits_for([case], rank_config("tiny"), replay=True, draft=True)
+    plan = step_of(case, limits)
+    arrays = plan.arrays
+    # The hit of 64 tokens brings its window of replayed rows along.
+    assert arrays.first_position.tolist() == [0, 99, 196, 56, 30]
+    assert (arrays.query_start[1:] - arrays.query_start[:-1]).tolist() == [40, 1, 4, 40, 20]
+    assert arrays.encoder_floor.tolist() == [0, 0, 0, 56, 0]
+    assert arrays.write_floor.tolist() == [0, 0, 0, 64, 0]
+    assert arrays.decoder_floor.tolist() == [32, 91, 188, 88, 42]
+    assert plan.num_drafts.tolist() == [0, 0, 3, 0, 0]
+    # 3 + 7 + 13 + 6 + 4 pages of 16 and the null page.
+    assert num_global_pages(case, 16) == 34
+    pages = plan.tables.global_pages[plan.tables.global_pages > 0]
+    assert sorted(pages.tolist()) == list(range(1, 34))
+
+
+def test_every_row_runs_through_the_decoder_without_replay() -> None:
+    case = parse("cold=40")
+    config = rank_config("tiny")
+    floors = [
+        step_of(case, limits_for([case], config, replay=replay, draft=False)).arrays.decoder_floor
+        for replay in (True, False)
+    ]
+    assert [floor.tolist() for floor in floors] == [[32], [0]]
+
+
+def test_a_rank_has_its_share_of_the_experts() -> None:
+    config = rank_config("full", experts=48, engram_rows=100_000)
+    assert (config.n_routed_experts, config.num_experts_per_tok) == (48, 6)
+    assert (config.dspark_n_routed_experts, config.dspark_num_experts_per_tok) == (16, 3)
+    assert config.hidden_size == 5120
+
+
+def test_a_run_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    cases = ["decode=2*1@60", "hit=16@48"]
+    command = [sys.executable, "-m", "benchmarks.forward.run", *cases, "--config", "tiny"]
+    subprocess.run([*command, "--device", "cpu", "--out", str(out)], check=True, cwd=ROOT)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["case"] for row in rows] == cases
+    assert [(row["rows"], row["decoder_rows"]) for row in rows] == [(2, 2), (24, 8)]
+    for row in rows:
+        assert row["served_ms"] > 0
+        assert row["bytes"] > 1e6
