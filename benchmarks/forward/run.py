@@ -24,11 +24,11 @@ import torch
 from benchmarks.forward.cases import Case, num_global_pages, parse, step_of
 from benchmarks.forward.floor import step_bytes
 from benchmarks.forward.steps import (
+    Step,
     filled_pools,
     gpu_ms,
     launches,
     relative_rms,
-    step_on,
 )
 from benchmarks.forward.weights import random_network
 from builder.presets import PRESETS, slice_config
@@ -72,7 +72,8 @@ def limits_for(cases: list[Case], config: ModelConfig, *, replay: bool, draft: b
         max_num_tokens=max(
             2 * window, *(sum(r.rows + window for r in case.requests) for case in cases)
         ),
-        max_seq_len=min(config.max_position_embeddings, -(-longest // 1024) * 1024),
+        # A power of two: sizes of contexts are quarters of it.
+        max_seq_len=min(config.max_position_embeddings, 1 << (longest - 1).bit_length()),
         swa_bounded_replay=replay,
         num_global_pages=2,
         speculative=most > 0,
@@ -93,15 +94,16 @@ def measure(
     graphs: bool,
 ) -> dict[str, Any]:
     """One row of the result."""
+    plan = step_of(case, limits)
     if device == "cpu":
-        step = step_on(TorchExecutor(network, pools), case, limits)
+        step = Step(TorchExecutor(network, pools), plan)
         timed: dict[str, Any] = {"served_ms": round(step.served_ms(samples=3), 3)}
     else:
-        step = step_on(CudaExecutor(network, pools, limits, graphs=False), case, limits)
+        step = Step(CudaExecutor(network, pools, limits, graphs=False), plan)
         expected = step.forward().logits.clone()
         timed = {"launched_ms": round(step.served_ms(), 4)}
         if graphs:
-            served = step_on(CudaExecutor(network, pools, limits), case, limits)
+            served = Step(CudaExecutor(network, pools, limits, capture_after=0), plan)
             timed["served_ms"] = round(served.served_ms(), 4)
             equal = torch.equal(served.forward().logits, expected)
             timed["served_equals_launched"] = equal

@@ -34,14 +34,15 @@ from python_backend.executor.shapes import GraphSizes
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.settings import CoreLimits
 
-_USES_BEFORE_CAPTURE = 2
+CAPTURE_AFTER = 2
 
 Host = HostStep | HostDraft
 Output = TypeVar("Output", DecoderOutput, Residual, DraftOutput)
 
 
 class CudaExecutor(TorchExecutor):
-    """`graphs` off runs the same kernels on the same sizes one by one; the bits are equal."""
+    """`graphs` off runs the same kernels on the same sizes one by one; the bits are equal.
+    `capture_after` counts the steps of a size that run before its graph is made."""
 
     def __init__(
         self,
@@ -50,9 +51,11 @@ class CudaExecutor(TorchExecutor):
         limits: CoreLimits,
         *,
         graphs: bool = True,
+        capture_after: int = CAPTURE_AFTER,
         device: str = "cuda",
     ) -> None:
         super().__init__(network, pools, device=device)
+        self._capture_after = capture_after
         self._sizes = GraphSizes.of(limits)
         self._blanks: dict[type[Host], Host] = {
             HostStep: HostStep.nothing(limits),
@@ -155,7 +158,7 @@ class CudaExecutor(TorchExecutor):
         key = (kind, host.shape)
         if key not in self._graphs:
             self._uses[key] += 1
-            if self._uses[key] <= _USES_BEFORE_CAPTURE:
+            if self._uses[key] <= self._capture_after:
                 return self._results.keep(run(host.upload(self._device)))
             self._capture(kind, type(host), host.shape, run)
         made: Output = self._graphs[key].replay(host)

@@ -1,0 +1,141 @@
+"""What the runtime must show on a GPU, in one run of a few minutes:
+
+    python -m benchmarks.forward.show --out runtime.jsonl
+
+* `replay`: prefill of one prompt at the real dimensions, one of eight ranks: bounded replay off, on
+  one launch at a time, and on with graphs;
+* `decode`: 32 requests at contexts from 64K to 855K, and a single user with and without drafts;
+* `agreement`: TinyFlash on the GPU's executor against the float64 reference.
+
+One JSON object a row, as benchmarks/forward/run.py and agreement.py make them. Parts that `--minutes`
+leave no time for are named as skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.forward.agreement import agreement
+from benchmarks.forward.cases import parse, step_of
+from benchmarks.forward.run import DEFAULT_ENGRAM_ROWS, limits_for, measure, rank_config
+from benchmarks.forward.steps import Step, filled_pools
+from benchmarks.forward.weights import random_network
+from engine.network import Network
+from python_backend.executor.cuda_executor import CudaExecutor
+
+PROMPTS = (1024, 4096, 16384, 65536)
+DECODE = tuple(f"{name}=32*1@{context}" for name, context in (
+    ("64K", 65_536), ("128K", 131_072), ("256K", 262_144), ("512K", 524_288), ("855K", 855_040),
+))  # fmt: skip
+SINGLE = ("one=1*1@8192", "drafts=1*6@8192:5", "verify=16*6@131072:5")
+
+Row = dict[str, Any]
+
+
+def replay_rows(network: Network, device: str) -> Iterator[Row]:
+    """Milliseconds from the plan to the end of the device's work."""
+    for tokens in PROMPTS:
+        case = parse(f"cold={tokens}")
+        row: Row = {"row": "replay", "tokens": tokens}
+        for name, replay, graphs in (
+            ("off", False, False),
+            ("off_graphs", False, True),
+            ("on", True, False),
+            ("on_graphs", True, True),
+        ):
+            limits = limits_for([case], network.config, replay=replay, draft=False)
+            pools = filled_pools(network, limits, device)
+            executor = CudaExecutor(
+                network, pools, limits, graphs=graphs, capture_after=0, device=device
+            )
+            step = Step(executor, step_of(case, limits))
+            row[f"{name}_ms"] = round(step.served_ms(samples=5), 3)
+            del executor, step, pools
+            _free()
+        row["graphs_to_off"] = round(row["on_graphs_ms"] / row["off_ms"], 4)
+        row["eager_to_off"] = round(row["on_ms"] / row["off_ms"], 4)
+        yield row
+
+
+def decode_rows(network: Network, device: str) -> Iterator[Row]:
+    for texts, draft in ((DECODE, False), (SINGLE, True)):
+        cases = [parse(text) for text in texts]
+        limits = limits_for(cases, network.config, replay=True, draft=draft)
+        pools = filled_pools(network, limits, device)
+        base = None
+        for case in cases:
+            made = measure(case, network, pools, limits, device=device, graphs=True)
+            if texts is DECODE:
+                base = base or made["gpu_ms"]
+                made["growth"] = round(made["gpu_ms"] / base - 1, 4)
+            made["launches_per_layer"] = round(
+                made["launches"] / network.config.num_hidden_layers, 1
+            )
+            yield {"row": "decode", **made}
+        del pools
+        _free()
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forward.show")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--minutes", type=float, default=4.0, help="start no row after these")
+    parser.add_argument("--experts-per-rank", type=int, default=48)
+    parser.add_argument("--questions", type=int, default=128, help="of the agreement")
+    parser.add_argument("--parts", nargs="+", choices=("decode", "replay", "agreement"),
+                        default=("decode", "replay", "agreement"))  # fmt: skip
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device, found none")
+    started = time.monotonic()
+
+    def emit(row: Row) -> None:
+        line = json.dumps(row | {"at_s": round(time.monotonic() - started, 1)})
+        print(line, flush=True)
+        with args.out.open("a") as file:
+            file.write(line + "\n")
+
+    def run(part: str, rows: Callable[[], Iterator[Row]]) -> None:
+        """A part that fails must not take the others with it: device time is scarce."""
+        if part not in args.parts:
+            return
+        try:
+            for row in rows():
+                emit(row)
+                if time.monotonic() - started > 60 * args.minutes:
+                    emit({"row": part, "skipped": "the rest, for want of time"})
+                    return
+        except Exception:
+            traceback.print_exc()
+            emit({"row": part, "failed": traceback.format_exc().splitlines()[-1]})
+
+    def at_real_dims(rows: Callable[[Network, str], Iterator[Row]]) -> Iterator[Row]:
+        config = rank_config("full", experts=args.experts_per_rank, engram_rows=DEFAULT_ENGRAM_ROWS)
+        yield from rows(random_network(config, torch.bfloat16, "cuda"), "cuda")
+
+    emit({"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)})
+    run("agreement", lambda: iter(agreement("cuda", count=args.questions)))
+    _free()
+    run("decode", lambda: at_real_dims(decode_rows))
+    _free()
+    run("replay", lambda: at_real_dims(replay_rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
