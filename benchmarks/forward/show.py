@@ -7,13 +7,16 @@
 * `decode`: 32 requests at contexts from 64K to 855K, and a single user with and without drafts;
 * `agreement`: TinyFlash on the GPU's executor against the float64 reference.
 
-One JSON object a row, as benchmarks/forward/run.py and agreement.py make them. Parts that `--minutes`
-leave no time for are named as skipped.
+* `hit`: 32K new tokens behind a cached prefix of 128K, with the time of each kernel.
+
+One JSON object a row, as benchmarks/forward/run.py and agreement.py make them. What `--minutes`
+leave no time for is named as skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import sys
@@ -37,7 +40,10 @@ PROMPTS = (1024, 4096, 16384, 65536)
 DECODE = tuple(f"{name}=32*1@{context}" for name, context in (
     ("64K", 65_536), ("128K", 131_072), ("256K", 262_144), ("512K", 524_288), ("855K", 855_040),
 ))  # fmt: skip
+HIT = ("hit=32768@163840",)
 SINGLE = ("one=1*1@8192", "drafts=1*6@8192:5", "verify=16*6@131072:5")
+
+PARTS = ("agreement", "decode", "replay", "hit")
 
 Row = dict[str, Any]
 
@@ -86,6 +92,13 @@ def decode_rows(network: Network, device: str) -> Iterator[Row]:
         _free()
 
 
+def hit_rows(network: Network, device: str) -> Iterator[Row]:
+    case = parse(HIT[0])
+    limits = limits_for([case], network.config, replay=True, draft=False)
+    pools = filled_pools(network, limits, device)
+    yield {"row": "hit", **measure(case, network, pools, limits, device=device, graphs=False)}
+
+
 def _free() -> None:
     gc.collect()
     torch.cuda.empty_cache()
@@ -111,7 +124,7 @@ def main() -> int:
             file.write(line + "\n")
 
     def run(part: str, rows: Callable[[], Iterator[Row]]) -> None:
-        """A part that fails must not take the others with it: device time is scarce."""
+        """A part that fails does not take the others with it."""
         if part not in args.parts:
             return
         try:
@@ -124,16 +137,17 @@ def main() -> int:
             traceback.print_exc()
             emit({"row": part, "failed": traceback.format_exc().splitlines()[-1]})
 
-    def at_real_dims(rows: Callable[[Network, str], Iterator[Row]]) -> Iterator[Row]:
+    @functools.cache
+    def network() -> Network:
+        """One of eight ranks at the real dimensions."""
         config = rank_config("full", experts=args.experts_per_rank, engram_rows=DEFAULT_ENGRAM_ROWS)
-        yield from rows(random_network(config, torch.bfloat16, "cuda"), "cuda")
+        return random_network(config, torch.bfloat16, "cuda")
 
     emit({"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)})
     run("agreement", lambda: iter(agreement("cuda", count=args.questions)))
-    _free()
-    run("decode", lambda: at_real_dims(decode_rows))
-    _free()
-    run("replay", lambda: at_real_dims(replay_rows))
+    for part, rows in (("decode", decode_rows), ("replay", replay_rows), ("hit", hit_rows)):
+        _free()
+        run(part, lambda rows=rows: rows(network(), "cuda"))
     return 0
 
 
