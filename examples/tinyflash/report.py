@@ -222,18 +222,18 @@ def _history(directory: Path) -> list[dict[str, float]]:
 
 
 def _training(directory: Path) -> Iterator[tuple[str, str]]:
-    """What training.json says: commit, device, commands, and `runs`, each with a name, steps,
+    """What training.json says: device, commands, and `runs`, each with a name, commit, steps,
     tokens and minutes."""
     made: dict[str, Any] = json.loads((directory / "training.json").read_text())
-    rows = [("part", "steps", "tokens", "minutes")]
+    rows = [("part", "commit", "steps", "tokens", "minutes")]
     for run in made["runs"]:
         tokens = f"{run['tokens'] / 1e6:.0f} M"
-        rows.append((run["name"], f"{run['steps']:,}", tokens, f"{run['minutes']:.1f}"))
+        steps, minutes = f"{run['steps']:,}", f"{run['minutes']:.1f}"
+        rows.append((run["name"], run["commit"], steps, tokens, minutes))
     total = sum(run["minutes"] for run in made["runs"])
-    rows.append(("together", "", "", f"{total:.1f}"))
+    rows.append(("together", "", "", "", f"{total:.1f}"))
     yield "training_table", markdown(rows)
     yield "training_commands", "\n".join(made["commands"])
-    yield "training_commit", made["commit"]
     yield "training_device", made["device"]
 
 
@@ -272,14 +272,15 @@ def training_plot(history: Sequence[dict[str, float]]) -> Figure:
     axes.set(title="loss", xlabel="step")
     probes = [record for record in history if "answer" not in record]
     shares = figure.add_subplot(1, 2, 2)
-    for name in probes[0] if probes else ():
-        if name != "step":
-            shares.plot([r["step"] for r in probes], [100 * r[name] for r in probes], label=name)
+    for name in sorted({name for record in probes for name in record} - {"step"}):
+        asked = [record for record in probes if name in record]
+        right = [100 * record[name] for record in asked]
+        shares.plot([record["step"] for record in asked], right, label=name)
     shares.set(title="held-out conversations right, teacher-forced, %", xlabel="step")
     for each in (axes, shares):
         each.grid(alpha=0.3)
         if each.lines:
-            each.legend(fontsize=7)
+            each.legend(fontsize=6)
     return figure
 
 

@@ -23,12 +23,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engine
 
 
-@pytest.mark.parametrize(("task", "limit", "floor"), [("arithmetic", 64, 0.85)])
+@pytest.mark.parametrize(
+    ("task", "limit", "more", "floor"),
+    [
+        ("arithmetic", 64, [], 0.93),
+        ("retrieval", 3, ["--document-tokens", "2048", "2560"], 0.6),
+    ],
+)
 def test_accuracy_has_a_floor(
-    engine: Path, tmp_path: Path, task: str, limit: int, floor: float
+    engine: Path, tmp_path: Path, task: str, limit: int, more: list[str], floor: float
 ) -> None:
     out = tmp_path / "report.json"
-    asked = [f"--task={task}", f"--limit={limit}", "--document-tokens", "1024", "1536"]
+    asked = [f"--task={task}", f"--limit={limit}", *more]
     assert evaluate.main([f"--engine={engine}", *asked, f"--json={out}"]) == 0
     made = json.loads(out.read_text())
     assert (made["n"], made["num_cut_short"]) == (limit, 0)
