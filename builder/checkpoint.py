@@ -79,14 +79,15 @@ class Checkpoint:
 
     @property
     def quantization(self) -> dict[str, str]:
-        """How linears, experts and engram_rows are stored: fp8, fp4, mxfp8, nvfp4, or a float
-        dtype."""
+        """How linears, experts and engram_rows are stored: fp8, fp4, mxfp8, nvfp4, nvfp4-w4a4
+        (with the scale of an NVFP4 input), or a float dtype."""
         found: dict[str, set[str]] = {title: set() for title in _STORAGE_TITLES.values()}
         for weight in self.weights:
             title = _STORAGE_TITLES.get(weight.storage)
             if title is not None:
+                w4a4 = weight.input_scale_name in self.source
                 found[title].add(
-                    requantized_format(weight, self.source)
+                    ("nvfp4-w4a4" if w4a4 else requantized_format(weight, self.source))
                     or _DTYPE_TITLES.get(dtype := self.source.describe(weight.name).dtype)
                     or dtype.lower()
                 )

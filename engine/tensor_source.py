@@ -4,13 +4,15 @@ The helpers below turn stored tensors into what operators take. As released, a q
 has its scales in `X.scale`: FP8 E4M3 linears one E8M0 byte per 32×32 block, FP4 experts one per 32
 inputs of a row (two codes a byte, low nibble = even input), Engram rows one per 32 values of a row.
 Requantised by ModelOpt they are in `X.weight_scale`: MXFP8 one E8M0 byte per 32 inputs of a row,
-NVFP4 one E4M3 byte per 16 inputs, and one float32 for the whole weight in `X.weight_scale_2`.
+NVFP4 one E4M3 byte per 16 inputs, and one float32 for the whole weight in `X.weight_scale_2`; a
+float32 in `X.input_scale` asks for NVFP4 inputs too (W4A4).
 Unquantised weights are read as they are; the stored names and dtypes decide.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +35,7 @@ __all__ = [
     "TensorSource",
     "dense",
     "engram_table",
+    "expert_input_scale",
     "expert_weights",
     "linear_weight",
     "total_bytes",
@@ -192,11 +195,12 @@ def linear_weight(
     mapped where the source maps it, and is decoded on use.
     """
     matrix = _packed_matrix(source, prefix, shape, dtype)
+    scale = _input_scale(source, prefix) if activation_quant else None
     if matrix is None:
         return LinearWeight(dense(source, f"{prefix}.weight", shape, dtype), quantized_input=False)
     if packed:
-        return PackedLinearWeight(matrix, quantized_input=activation_quant)
-    return LinearWeight(matrix.dequantize(), quantized_input=activation_quant)
+        return PackedLinearWeight(matrix, activation_quant, scale)
+    return LinearWeight(matrix.dequantize(), activation_quant, scale)
 
 
 def expert_weights(
@@ -225,9 +229,10 @@ def expert_weights(
             matrix = _packed_matrix(source, one, shapes[name], dtype)
             yield matrix or dense(source, f"{one}.weight", shapes[name], dtype)
 
+    scale = _expert_input_scales(source, prefix, num_experts) if activation_quant else None
     if packed and quantized:
         w1, w3, w2 = (tuple(matrices(name)) for name in ("w1", "w3", "w2"))
-        return PackedExpertWeights(w1, w3, w2, dtype, activation_quant)
+        return PackedExpertWeights(w1, w3, w2, dtype, activation_quant, scale)
 
     def stack(name: str) -> torch.Tensor:
         stacked = torch.empty(num_experts, *shapes[name], dtype=dtype)
@@ -235,7 +240,50 @@ def expert_weights(
             values.copy_(matrix.to(dtype))
         return stacked
 
-    return ExpertWeights(stack("w1"), stack("w3"), stack("w2"), quantized and activation_quant)
+    inputs = quantized and activation_quant
+    return ExpertWeights(stack("w1"), stack("w3"), stack("w2"), inputs, scale)
+
+
+def _input_scale(source: TensorSource, prefix: str) -> torch.Tensor | None:
+    """float32 [], the scale of the NVFP4 input of a weight, None where it has none."""
+    name = f"{prefix}.input_scale"
+    if name not in source:
+        return None
+    _expect(source, name, (), ("F32",))
+    scale = source.read(name).clone()
+    if not 0 < float(scale) < math.inf:
+        raise CheckpointError(
+            f"{name}: expected a positive scale, got {float(scale)}; calibrate the checkpoint again"
+        )
+    return scale
+
+
+def expert_input_scale(source: TensorSource, prefix: str) -> torch.Tensor | None:
+    """float32 [2], the scales of an expert's NVFP4 inputs: of w1 and w3, which take one, the larger
+    of theirs, as fused kernels do; and of w2. None where the inputs are not calibrated."""
+    scales = [_input_scale(source, f"{prefix}.{name}") for name in ("w1", "w3", "w2")]
+    w1, w3, w2 = scales
+    if w1 is None or w3 is None or w2 is None:
+        if any(scale is not None for scale in scales):
+            raise CheckpointError(
+                f"{prefix}: expected input scales of w1, w3 and w2, or of none of them; give all "
+                "three one format"
+            )
+        return None
+    return torch.stack([torch.maximum(w1, w3), w2])
+
+
+def _expert_input_scales(
+    source: TensorSource, prefix: str, num_experts: int
+) -> torch.Tensor | None:
+    scales = [expert_input_scale(source, f"{prefix}.{expert}") for expert in range(num_experts)]
+    found = [scale for scale in scales if scale is not None]
+    if found and len(found) < num_experts:
+        raise CheckpointError(
+            f"{prefix}: expected input scales of all {num_experts} experts or of none, got "
+            f"{len(found)}; give all experts of a layer one format"
+        )
+    return torch.stack(found) if found else None
 
 
 def engram_table(

@@ -369,14 +369,19 @@ def _plain_type(hint: Any) -> Any:
 
 
 def _graph_inputs(spec: TensorSpec) -> list[GraphInput]:
+    one = GraphInput(spec.name, spec.dims, spec.kind, spec.optional)
+    scale = GraphInput(f"{spec.name}_input_scale", (), "wide", optional=True)
+    if spec.kind == "weight":
+        return [one, scale]
     if spec.kind != "experts":
-        return [GraphInput(spec.name, spec.dims, spec.kind, spec.optional)]
+        return [one]
     count, inter, hidden = spec.dims
     dims = {"w2": (count, hidden, inter)}
-    return [
-        GraphInput(f"{spec.name}_{part}", dims.get(part, spec.dims), spec.kind, spec.optional)
+    parts = [
+        replace(one, name=f"{spec.name}_{part}", dims=dims.get(part, spec.dims))
         for part in EXPERT_PARTS
     ]
+    return [*parts, replace(scale, dims=(count, "2"))]
 
 
 _SYMBOLIC = replace(INTEGERS, min=torch.sym_min)

@@ -1,8 +1,8 @@
 """An operator's operands as a graph holds them: plain tensors and plain attributes.
 
     rows      one tensor of pages, with `X_region` (where in a page the rows lie) and `X_record`
-    weight    its values, with `X_quantized_input`
-    experts   `X_w1`, `X_w3`, `X_w2`, with `X_quantized_input`
+    weight    its values, with `X_quantized_input`, and `X_input_scale` of a W4A4 weight
+    experts   `X_w1`, `X_w3`, `X_w2`, with the same
     float64   its bits as int64: TensorRT has no float64, and angles need it
 
 Attributes are ints, lists of ints, texts and floats; an Engram layout, a record layout and a dtype
@@ -89,10 +89,11 @@ def flatten_operand(
                 f"{name}_record": _record_text(record),
             }
         case "weight":
-            return [value.value], {f"{name}_quantized_input": int(value.quantized_input)}
+            tensors = [value.value, value.input_scale]
+            return tensors, {f"{name}_quantized_input": int(value.quantized_input)}
         case "experts":
-            parts: list[torch.Tensor | None] = [getattr(value, part) for part in EXPERT_PARTS]
-            return parts, {f"{name}_quantized_input": int(value.quantized_input)}
+            tensors = [*(getattr(value, part) for part in EXPERT_PARTS), value.input_scale]
+            return tensors, {f"{name}_quantized_input": int(value.quantized_input)}
         case "float64" if value.dtype != torch.int64:
             return [value.view(torch.int64)], {}
     return [value], {}
@@ -111,13 +112,14 @@ def restore_operand(
             record = _record(str(attributes[f"{name}_record"]), width)
             return Region(offset, rows, width).store(first, record)
         case "weight":
-            return LinearWeight(first, bool(attributes[f"{name}_quantized_input"]))
+            return LinearWeight(first, bool(attributes[f"{name}_quantized_input"]), tensors[1])
         case "experts":
-            w1, w3, w2 = tensors
+            w1, w3, w2, input_scale = tensors
             assert w1 is not None
             assert w3 is not None
             assert w2 is not None
-            return ExpertWeights(w1, w3, w2, bool(attributes[f"{name}_quantized_input"]))
+            quantized = bool(attributes[f"{name}_quantized_input"])
+            return ExpertWeights(w1, w3, w2, quantized, input_scale)
         case "float64":
             return first.view(torch.float64)
     return first

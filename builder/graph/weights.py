@@ -111,16 +111,20 @@ def _map(name: str, node: Any, visit: Callable[[str, Any], Any]) -> Any:
         case torch.Tensor():
             return visit(name, node)
         case PackedLinearWeight():
-            return LinearWeight(visit(name, node.packed), node.quantized_input)
+            scale = child("input_scale", node.input_scale)
+            return LinearWeight(visit(name, node.packed), node.quantized_input, scale)
         case LinearWeight():
-            return LinearWeight(visit(name, node.value), node.quantized_input)
+            scale = child("input_scale", node.input_scale)
+            return LinearWeight(visit(name, node.value), node.quantized_input, scale)
         case PackedExpertWeights():
             stacks = [Stack(tuple(matrices), node.dtype) for matrices in node.matrices()]
             w1, w3, w2 = map(child, EXPERT_PARTS, stacks)
-            return ExpertWeights(w1, w3, w2, node.quantized_input)
+            scale = child("input_scale", node.input_scale)
+            return ExpertWeights(w1, w3, w2, node.quantized_input, scale)
         case ExpertWeights():
             w1, w3, w2 = (child(part, getattr(node, part)) for part in EXPERT_PARTS)
-            return ExpertWeights(w1, w3, w2, node.quantized_input)
+            scale = child("input_scale", node.input_scale)
+            return ExpertWeights(w1, w3, w2, node.quantized_input, scale)
         case Stack():
             return visit(name, node)
         case PackedRows() | ValueRows():

@@ -38,10 +38,12 @@ def moved(value: Value, device: str, *, engram_on_host: bool = False) -> Value:
     elif isinstance(value, ValueRows):
         result = ValueRows(value.values.to(device), value.layout)
     elif isinstance(value, PackedLinearWeight):
-        result = PackedLinearWeight(move(value.packed), value.quantized_input)
+        scale = move(value.input_scale)
+        result = PackedLinearWeight(move(value.packed), value.quantized_input, scale)
     elif isinstance(value, PackedExpertWeights):
         w1, w3, w2 = move(value.matrices())
-        result = PackedExpertWeights(w1, w3, w2, value.dtype, value.quantized_input)
+        scale = move(value.input_scale)
+        result = PackedExpertWeights(w1, w3, w2, value.dtype, value.quantized_input, scale)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         stays = {"table"} if engram_on_host and isinstance(value, EngramWeights) else set()
         changes = {

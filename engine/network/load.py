@@ -21,7 +21,14 @@ from engine.network.weights import (
     MoeWeights,
     NetworkWeights,
 )
-from engine.tensor_source import TensorSource, dense, engram_table, expert_weights, linear_weight
+from engine.tensor_source import (
+    TensorSource,
+    dense,
+    engram_table,
+    expert_input_scale,
+    expert_weights,
+    linear_weight,
+)
 from plugins.linear import LinearWeight, PackedLinearWeight
 from plugins.moe import ExpertWeights, PackedExpertWeights
 
@@ -212,6 +219,8 @@ class _Loader:
                 ("w2", hidden, inter),
             )
         ]
+        scale = expert_input_scale(self.source, f"{prefix}.shared_experts")
+        shared_scale = scale[None] if scale is not None and self.activation_quant else None
         return MoeWeights(
             gate=self._wide(f"{prefix}.gate.weight", num_experts, hidden),
             bias=self._wide(f"{prefix}.gate.bias", num_experts),
@@ -226,7 +235,7 @@ class _Loader:
                 activation_quant=self.activation_quant,
                 packed=self.packed,
             ),
-            shared=_one_expert(shared, self.dtype),
+            shared=_one_expert(shared, shared_scale, self.dtype),
         )
 
     def _draft(self) -> DraftWeights:
@@ -248,11 +257,13 @@ class _Loader:
         )
 
 
-def _one_expert(shared: Sequence[LinearWeight], dtype: torch.dtype) -> ExpertWeights:
+def _one_expert(
+    shared: Sequence[LinearWeight], scale: torch.Tensor | None, dtype: torch.dtype
+) -> ExpertWeights:
     """w1, w3 and w2 of the shared expert, as a stack of one; w1 decides for the inputs."""
     quantized = shared[0].quantized_input
     if any(isinstance(weight, PackedLinearWeight) for weight in shared):
         w1, w3, w2 = ((w.packed if isinstance(w, PackedLinearWeight) else w.value,) for w in shared)
-        return PackedExpertWeights(w1, w3, w2, dtype, quantized)
+        return PackedExpertWeights(w1, w3, w2, dtype, quantized, scale)
     stacked1, stacked3, stacked2 = (weight.value.unsqueeze(0) for weight in shared)
-    return ExpertWeights(stacked1, stacked3, stacked2, quantized)
+    return ExpertWeights(stacked1, stacked3, stacked2, quantized, scale)

@@ -2,7 +2,7 @@
 
 The references take many passes and launches. Attention stays the reference, because training's
 kernel reads no packed rows; products are float32, where training's own are TF32; networks of other
-dtypes keep the references.
+dtypes, and weights with NVFP4 inputs, keep the references.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _float32_only(entry: Operator, kernel: Callable[..., Any]) -> Callable[..., 
     is_rope = entry.schema.name == "rope"
 
     def run(first: torch.Tensor, *others: Any, **options: Any) -> Any:
-        if first.dtype != torch.float32 or not first.shape[0]:
+        w4a4 = any(getattr(one, "input_scale", None) is not None for one in others)
+        if w4a4 or first.dtype != torch.float32 or not first.shape[0]:
             return entry.reference(first, *others, **options)
         if is_rope:
             # An entry that begins before position 0 is written nowhere, but looks its angle up.

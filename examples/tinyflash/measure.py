@@ -48,6 +48,11 @@ Cache = Literal["cold", "warm"]
 # What an engine of each format says of its weights.
 FORMATS = {
     "nvfp4": {"linears": "nvfp4", "experts": "nvfp4", "engram_rows": "nvfp4"},
+    "nvfp4-w4a4": {
+        "linears": "nvfp4 and nvfp4-w4a4",
+        "experts": "nvfp4 and nvfp4-w4a4",
+        "engram_rows": "nvfp4",
+    },
     "nvfp4-experts": {"linears": "fp8", "experts": "fp4 and nvfp4", "engram_rows": "fp8"},
     "mxfp8": {"linears": "mxfp8", "experts": "mxfp8", "engram_rows": "mxfp8"},
 }

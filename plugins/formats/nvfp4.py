@@ -36,11 +36,11 @@ _SMALLEST_SCALE = 2.0**-9
 
 @dataclass(frozen=True)
 class NvFp4(GroupFormat):
-    """Two codes a byte. `global_scale` multiplies every scale; the cache form has none, and is then
-    exact in bfloat16 and wider (six bits)."""
+    """Two codes a byte. `global_scale` multiplies every scale, one for all rows or float32 [n, 1];
+    the cache form has none, and is then exact in bfloat16 and wider (six bits)."""
 
     group: int = 16
-    global_scale: float | None = None
+    global_scale: float | torch.Tensor | None = None
 
     def data_bytes(self, width: int) -> int:
         return width // 2
@@ -69,6 +69,16 @@ class NvFp4(GroupFormat):
 
 # The main compressed KV.
 CACHE = NvFp4()
+
+
+def round_input(x: torch.Tensor, input_scale: torch.Tensor) -> torch.Tensor:
+    """x [n, K] as an NVFP4 by NVFP4 (W4A4) product takes it, in the dtype of x.
+
+    Block scales are found as they come, over the static `input_scale`, float32 [] or [n, 1], of
+    calibration: amax / (6·448). A block beyond that amax saturates. (NVIDIA ModelOpt's dynamic
+    block quantizer.)
+    """
+    return NvFp4(global_scale=input_scale).round(x)
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,10 +1,9 @@
-"""y = x @ weightᵀ, with the input rounded to MXFP8 where the released weight is quantised."""
+"""y = x @ weightᵀ, with the input rounded where the weight is quantised."""
 
 from __future__ import annotations
 
 import torch
 
-from plugins.formats import mxfp8
 from plugins.linear.schema import SCHEMA
 from plugins.linear.tiles import row_tiled
 from plugins.linear.weight import LinearWeight
@@ -14,7 +13,5 @@ from plugins.registry import operator
 @operator(SCHEMA)
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     """x [T, K], weight [N, K] → [T, N] in the dtype of x (which is also the weight's)."""
-    if weight.quantized_input:
-        x = mxfp8.ACTIVATION.round(x)
     transposed = weight.value.T
-    return row_tiled(x, lambda tile: tile @ transposed)
+    return row_tiled(weight.round_input(x), lambda tile: tile @ transposed)

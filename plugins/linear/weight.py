@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from plugins.formats import mxfp8, nvfp4
 from plugins.formats.lookup import TABLE_DTYPES, Codes, decode_codes, decode_scale
 from plugins.formats.nvfp4 import dequantize_weight
 from plugins.formats.released import (
@@ -120,11 +121,19 @@ class LinearWeight:
 
     `quantized_input`: the weight is stored quantised, so its input is rounded to MXFP8 in groups
     of 32 first. That is model semantics of the released FP8 and FP4 layers; whoever loads the
-    weight decides it, and a diagnostic run loads with False.
+    weight decides it, and a diagnostic run loads with False. With `input_scale`, float32 [], the
+    input is rounded to NVFP4 under that scale instead: a W4A4 weight.
     """
 
     value: torch.Tensor
     quantized_input: bool
+    input_scale: torch.Tensor | None = None
+
+    def round_input(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, K] as the product takes it, in the dtype of x."""
+        if self.input_scale is not None:
+            return nvfp4.round_input(x, self.input_scale)
+        return mxfp8.ACTIVATION.round(x) if self.quantized_input else x
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,9 +146,15 @@ class PackedLinearWeight(LinearWeight):
 
     packed: PackedMatrix
 
-    def __init__(self, packed: PackedMatrix, quantized_input: bool) -> None:
+    def __init__(
+        self,
+        packed: PackedMatrix,
+        quantized_input: bool,
+        input_scale: torch.Tensor | None = None,
+    ) -> None:
         object.__setattr__(self, "packed", packed)
         object.__setattr__(self, "quantized_input", quantized_input)
+        object.__setattr__(self, "input_scale", input_scale)
 
     @property
     def value(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from plugins.elementwise import silu
-from plugins.formats import mxfp8
+from plugins.formats import mxfp8, nvfp4
 from plugins.linear.tiles import row_tiled
 from plugins.linear.weight import Matrix
 from plugins.moe.schema import MOE
@@ -20,13 +20,15 @@ class ExpertWeights:
     """E experts of one layer; w1 is the gated projection, w3 the linear one, w2 leads back.
 
     quantized_input: the experts were trained on MXFP8 activations (groups of 32), so their inputs
-    are rounded to it before both products.
+    are rounded to it before both products. With `input_scale` [E, 2] float32, of the inputs of w1
+    and w3 and of w2, they are rounded to NVFP4 under that scale instead (W4A4).
     """
 
     w1: torch.Tensor  # [E, I, D]
     w3: torch.Tensor  # [E, I, D]
     w2: torch.Tensor  # [E, D, I]
     quantized_input: bool
+    input_scale: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -52,10 +54,12 @@ class PackedExpertWeights(ExpertWeights):
         w2: Sequence[Matrix],
         dtype: torch.dtype,
         quantized_input: bool,
+        input_scale: torch.Tensor | None = None,
     ) -> None:
         object.__setattr__(self, "_matrices", (tuple(w1), tuple(w3), tuple(w2)))
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "quantized_input", quantized_input)
+        object.__setattr__(self, "input_scale", input_scale)
 
     _matrices: tuple[Sequence[Matrix], Sequence[Matrix], Sequence[Matrix]]
     dtype: torch.dtype
@@ -101,28 +105,31 @@ def moe(
     if u.shape[0] == 0:
         return torch.zeros_like(u)
     acc = torch.promote_types(u.dtype, torch.float32)
-    inputs = {
-        quantized: mxfp8.ACTIVATION.round(u) if quantized else u
-        for quantized in {routed.quantized_input, shared.quantized_input}
-    }
+    # MXFP8 inputs are rounded here once for all experts, NVFP4 ones under each expert's own scale.
+    rounds = {_takes_mxfp8(experts) for experts in (routed, shared)}
+    inputs = {mx: mxfp8.ACTIVATION.round(u) if mx else u for mx in rounds}
     # Pairs (row, expert), grouped by expert; within a row they ascend, which fixes the sum's order.
     ids, by_id = ids.sort(dim=1)
     pair_weights = weights.to(acc).gather(1, by_id).flatten()
     grouped = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=routed.count).tolist()
-    x = inputs[routed.quantized_input][grouped // ids.shape[1]]
+    x = inputs[_takes_mxfp8(routed)][grouped // ids.shape[1]]
     y = _experts(x, pair_weights[grouped].unsqueeze(-1), counts, routed, swiglu_limit)
     pairs = y[grouped.argsort()].view(*ids.shape, -1)
     total = pairs[:, 0]
     for column in range(1, ids.shape[1]):
         total = total + pairs[:, column]
     num_shared = shared.count
-    x = inputs[shared.quantized_input].repeat(num_shared, 1)
+    x = inputs[_takes_mxfp8(shared)].repeat(num_shared, 1)
     one = total.new_ones(())
     y = _experts(x, one, [u.shape[0]] * num_shared, shared, swiglu_limit)
     for expert_y in y.view(num_shared, *u.shape):
         total = total + expert_y
     return total.to(u.dtype)
+
+
+def _takes_mxfp8(experts: ExpertWeights) -> bool:
+    return experts.quantized_input and experts.input_scale is None
 
 
 def _experts(
@@ -132,11 +139,18 @@ def _experts(
     experts: ExpertWeights,
     swiglu_limit: float,
 ) -> torch.Tensor:
-    """Rows x [P, D] grouped by expert, counts[e] rows of expert e: [P, D] in at least float32."""
+    """Rows x [P, D] grouped by expert, counts[e] rows of expert e: [P, D] in at least float32.
+
+    x is rounded where experts take MXFP8.
+    """
     acc = torch.promote_types(x.dtype, torch.float32)
     hit = [expert for expert, count in enumerate(counts) if count]
     sizes = [counts[expert] for expert in hit]
     w1, w3, w2 = experts.matrices()
+    scale = experts.input_scale
+    if scale is not None:
+        scale = scale.repeat_interleave(torch.tensor(counts, device=x.device), 0)  # [P, 2]
+        x = nvfp4.round_input(x, scale[:, :1])
     a = torch.cat(
         [
             _swiglu(rows, w1[expert].to(acc), w3[expert].to(acc), swiglu_limit)
@@ -144,7 +158,9 @@ def _experts(
         ]
     )
     a = (a * weight).to(x.dtype)
-    if experts.quantized_input:
+    if scale is not None:
+        a = nvfp4.round_input(a, scale[:, 1:])
+    elif experts.quantized_input:
         a = mxfp8.ACTIVATION.round(a)
     return torch.cat(
         [

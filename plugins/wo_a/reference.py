@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from plugins.formats import mxfp8
 from plugins.linear import LinearWeight, row_tiled
 from plugins.registry import operator
 from plugins.wo_a.schema import SCHEMA
@@ -24,9 +23,7 @@ def wo_a(o: torch.Tensor, weight: LinearWeight, groups: int) -> torch.Tensor:
             f"expected a weight [G·N, H/G·d] for {groups} groups of {heads} heads of {dim}, got "
             f"{tuple(value.shape)}; check o_groups and o_lora_rank"
         )
-    x = o.reshape(rows, heads * dim)
-    if weight.quantized_input:
-        x = mxfp8.ACTIVATION.round(x)
+    x = weight.round_input(o.reshape(rows, heads * dim))
     per_group = value.view(groups, out_features // groups, group_width).transpose(1, 2)
 
     def project(tile: torch.Tensor) -> torch.Tensor:

@@ -94,18 +94,24 @@ def pack(values: torch.Tensor, kind: PackedFormat) -> PackedMatrix:
 
 
 def packed_weights(weights: NetworkWeights) -> NetworkWeights:
-    """The same network with its experts in NVFP4 and its unwidened linears in MXFP8."""
+    """The same network with its experts and wider linears as NVFP4 by NVFP4 (W4A4), under scales
+    that differ by expert, and its narrower ones, where they are not widened, in MXFP8."""
 
     def change(node: Any, visit: Callable[[Any], Any]) -> Any:
         if isinstance(node, ExpertWeights):
             parts = (
                 [pack(matrix, PackedFormat.NVFP4) for matrix in part] for part in node.matrices()
             )
-            return PackedExpertWeights(*parts, node.w1.dtype, True)
+            scale = torch.logspace(-3, -1, 2 * node.count).view(node.count, 2)
+            return PackedExpertWeights(*parts, node.w1.dtype, True, scale)
         if isinstance(node, LinearWeight):
             fits = node.value.shape[1] % 32 == 0 and node.value.shape[0] < 512
-            packed = pack(node.value, PackedFormat.MXFP8) if fits else None
-            return PackedLinearWeight(packed, True) if packed else node
+            if not fits:
+                return node
+            if node.value.shape[0] >= 128:
+                packed = pack(node.value, PackedFormat.NVFP4)
+                return PackedLinearWeight(packed, True, torch.tensor(0.02))
+            return PackedLinearWeight(pack(node.value, PackedFormat.MXFP8), True)
         if isinstance(node, tuple):
             return tuple(visit(one) for one in node)
         if is_dataclass(node):

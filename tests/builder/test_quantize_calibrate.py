@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from tokenizers import Tokenizer
 
 from builder.checkpoint import Checkpoint
@@ -18,9 +20,14 @@ from builder.quantization.calibrate import CalibrationData, input_scales
 from builder.quantization.quantize import quantize_checkpoint
 from builder.quantization.recipe import Recipe
 from builder.quantization.watch import watched_weights
+from engine.config import ModelConfig
+from engine.directory import Engine
 from engine.network import Network, load_weights
 from engine.network.run import ForwardMode, run_forward
+from engine.network.weights import NetworkWeights
 from engine.safetensors_file import SafetensorsFile
+from engine.tensor_source import CheckpointError, TensorSource
+from plugins.formats.nvfp4 import round_input
 from tests.builder.test_quantize import poison, tensors
 
 TOKENS = np.random.default_rng(3).integers(3, 500, 90)
@@ -110,8 +117,9 @@ def test_only_calibrated_classes_have_scales(calibrated: Path, float_dir: Path) 
     assert before["norm.weight"] == after["norm.weight"]
 
 
-def test_weights_are_those_of_nvfp4(calibrated: Path, float_dir: Path, tmp_path: Path) -> None:
-    """Calibration changes no weight; an engine of it carries the scales and computes as before."""
+def test_engines_use_the_scales(calibrated: Path, float_dir: Path, tmp_path: Path) -> None:
+    """Calibration changes no weight. An engine rounds its inputs to NVFP4 under the scales, packed
+    or decoded, and computes what NVFP4 weights give where inputs are left unrounded."""
     assert run(
         "quantize", "--checkpoint_dir", float_dir, "--output_dir", tmp_path / "plain",
         "--format", "nvfp4",
@@ -127,11 +135,85 @@ def test_weights_are_those_of_nvfp4(calibrated: Path, float_dir: Path, tmp_path:
         for name in ("layers.0.attn.wo_b", "layers.3.ffn.shared_experts.w1"):
             assert float(file.read(f"{name}.input_scale")) == scale_of(calibrated, name)
     run("engine", "--checkpoint_dir", calibrated, "--output_dir", tmp_path / "one")
-    np.save(tmp_path / "t.npy", TOKENS[:20])
-    assert run(
-        "verify", "--engine", tmp_path / "one", "--checkpoint_dir", tmp_path / "plain",
-        "--tokens", tmp_path / "t.npy", "--max_error", "0",
-    ) == 0  # fmt: skip
+    engine, checkpoint = Engine.open(tmp_path / "one"), Checkpoint.open(tmp_path / "plain")
+    assert engine.quantization == {  # wo_a, the drafter and the tables are weight-only
+        "linears": "nvfp4 and nvfp4-w4a4",
+        "experts": "nvfp4 and nvfp4-w4a4",
+        "engram_rows": "nvfp4",
+    }
+    weights = engine.load_weights(torch.float32, packed=True)
+    layer = weights.layers[3]
+    scale = torch.tensor(scale_of(calibrated, "layers.3.attn.wo_b"))
+    assert torch.equal(layer.attention.wo_b.input_scale, scale)
+    assert layer.attention.wo_a.input_scale is None
+    pairs = [[scale_of(calibrated, f"layers.3.ffn.experts.{e}.{w}") for w in ("w1", "w2")]
+             for e in range(4)]  # fmt: skip
+    assert torch.equal(layer.moe.routed.input_scale, torch.tensor(pairs))
+    scaled = logits(engine.config, weights)
+    decoded = engine.load_weights(torch.float32)
+    assert torch.equal(decoded.layers[3].moe.routed.input_scale, torch.tensor(pairs))
+    assert torch.equal(logits(engine.config, decoded), scaled)
+    source, classes = checkpoint.source, engine.token_class
+    plain = load_weights(engine.config, source, classes, torch.float32)
+    assert not torch.equal(logits(engine.config, plain), scaled)
+    unrounded = load_weights(engine.config, source, classes, torch.float32, activation_quant=False)
+    off = engine.load_weights(torch.float32, activation_quant=False)
+    assert torch.equal(logits(engine.config, off), logits(engine.config, unrounded))
+
+
+def logits(config: ModelConfig, weights: NetworkWeights) -> torch.Tensor:
+    return run_forward(Network(config, weights), TOKENS[:20], ForwardMode.FULL)["logits"]
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 50.0])
+def test_inputs_are_rounded_as_modelopt_rounds(size: float) -> None:
+    """Its activation quantizer needs a GPU; its tensors do the same: block scales as they come,
+    over a given global scale. Some blocks are beyond it, some are nothing beside it, some zero."""
+    x = size * torch.randn(64, 128, generator=torch.Generator().manual_seed(5))
+    x[3] *= 1e-6
+    x[5, :40] = 0
+    scale = torch.tensor(2.5 / 2688)
+    tensor, block, _ = NVFP4QTensor.quantize(x, 16, None, scale)
+    expected = tensor.dequantize(
+        dtype=torch.float32, scale=block, double_scale=scale, block_sizes={-1: 16}
+    )
+    assert torch.equal(round_input(x, scale), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers.0.attn.wq_a": 0.0}, "layers.0.attn.wq_a.input_scale: expected a positive scale"),
+        ({"layers.0.attn.wq_a": torch.nan}, "expected a positive scale, got nan"),
+        ({"layers.1.ffn.shared_experts.w3": None}, "layers.1.ffn.shared_experts: expected input"),
+        (dict.fromkeys(f"layers.2.ffn.experts.1.{w}" for w in ("w1", "w2", "w3")),
+         "layers.2.ffn.experts: expected input scales of all 4 experts or of none, got 3"),
+    ],
+)  # fmt: skip
+def test_scales_that_do_not_fit_are_refused(
+    calibrated: Path, change: dict[str, float | None], words: str
+) -> None:
+    checkpoint = Checkpoint.open(calibrated)
+    classes, _ = checkpoint.token_class(None)
+    source = _Changed(checkpoint.source, {f"{n}.input_scale": v for n, v in change.items()})
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        load_weights(checkpoint.config, source, classes, torch.float32, packed=True)
+
+
+class _Changed:
+    """A source with some scales replaced or, where None, left out."""
+
+    def __init__(self, source: TensorSource, change: dict[str, float | None]) -> None:
+        self._source = source
+        self._change = change
+        self.describe = source.describe
+
+    def __contains__(self, name: str) -> bool:
+        return self._change.get(name, 1) is not None and name in self._source
+
+    def read(self, name: str) -> torch.Tensor:
+        value = self._change.get(name)
+        return self._source.read(name) if value is None else torch.tensor(value)
 
 
 def test_experts_without_tokens_take_the_largest_of_their_layer(float_dir: Path) -> None:

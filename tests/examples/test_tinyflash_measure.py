@@ -146,7 +146,7 @@ def test_engines_of_another_format_or_model_are_refused(
     assert "for nvfp4, got {'linears': 'mxfp8'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         measure.main([*asked, f"fp8={mxfp8}"])
-    assert "one of nvfp4, nvfp4-experts, mxfp8, got fp8=" in capsys.readouterr().err
+    assert "one of nvfp4, nvfp4-w4a4, nvfp4-experts, mxfp8, got fp8=" in capsys.readouterr().err
     assert build(["init", "--config=tiny", f"--output_dir={tmp_path / 'c'}"]) == 0
     made = ["engine", f"--checkpoint_dir={tmp_path / 'c'}", f"--output_dir={tmp_path / 'e'}"]
     assert build(made) == 0

@@ -7,7 +7,16 @@ import pytest
 import torch
 from small_float_oracle import E4M3, mx_group
 
-from plugins.linear import ROW_TILE, LinearWeight, linear, row_tiled
+from plugins.formats.nvfp4 import quantize_weight
+from plugins.linear import (
+    ROW_TILE,
+    LinearWeight,
+    PackedFormat,
+    PackedLinearWeight,
+    PackedMatrix,
+    linear,
+    row_tiled,
+)
 from plugins.linear.cases import CASES, LinearCase
 
 
@@ -50,6 +59,19 @@ def test_only_a_quantised_weight_rounds_its_input() -> None:
     # amax 1.03: scale 2^-8, 1.03 · 256 = 263.7 rounds to 256.
     got = linear(x, LinearWeight(identity, quantized_input=True))
     assert torch.equal(got, torch.ones(1, 32))
+
+
+def test_an_input_scale_rounds_to_nvfp4() -> None:
+    """Under input scale 1/2. Largest 6: block scale E4M3(6 / 6 / 0.5) = 2, a code counts 1. Largest
+    12000: the block scale saturates at 448, a code counts 224, and 6 · 224 = 1344 is the most."""
+    row = [6.0, -2.4, 2.5, 5.1, 0.24, 0.26, -0.75, 0.0] * 2 + [12000.0, -100.0, 300.0, 0.0] * 4
+    expected = [6.0, -2.0, 2.0, 6.0, 0.0, 0.5, -1.0, 0.0] * 2 + [1344.0, -112.0, 336.0, 0.0] * 4
+    weight = LinearWeight(torch.eye(32), quantized_input=True, input_scale=torch.tensor(0.5))
+    assert linear(torch.tensor([row]), weight).tolist() == [expected]
+    packed = quantize_weight(torch.eye(32))
+    matrix = PackedMatrix(PackedFormat.NVFP4, (32, 32), *packed, torch.float32)
+    weight = PackedLinearWeight(matrix, True, torch.tensor(0.5))
+    assert linear(torch.tensor([row]), weight).tolist() == [expected]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

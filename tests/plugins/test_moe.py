@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from small_float_oracle import E4M3, mx_group
+from small_float_oracle import E2M1, E4M3, mx_group, nearest
 
 from plugins.moe import ExpertWeights, moe
 from plugins.moe.cases import CASES, MoeCase
@@ -88,6 +89,49 @@ def test_narrow_types_stay_near_float64_with_quantised_inputs(dtype: torch.dtype
     error = (moe(**narrow).double() - expected).square().mean().sqrt()
     limit = 0.003 if dtype == torch.float32 else 0.03
     assert error < limit * expected.square().mean().sqrt()
+
+
+def nvfp4(x: np.ndarray, scale: float) -> np.ndarray:
+    """x rounded in groups of 16 by trying every code in exact arithmetic, under an input scale."""
+    result = []
+    for group in x.reshape(-1, 16).tolist():
+        exact = Fraction(max(map(abs, group))) / 6 / Fraction(scale)
+        step = E4M3[nearest(min(max(exact, Fraction(1, 512)), Fraction(448)), E4M3)]
+        step *= Fraction(scale)
+        codes = (E2M1[nearest(min(abs(Fraction(v)) / step, Fraction(6)), E2M1)] for v in group)
+        result += [
+            float(code * step) * (-1) ** (v < 0) for code, v in zip(codes, group, strict=True)
+        ]
+    return np.array(result)
+
+
+def test_each_expert_rounds_under_its_own_input_scales() -> None:
+    """W4A4: of w1 and w3, and of w2; the shared expert has its own."""
+    operands = MoeCase("w4a4", 6, 64, 32, 4, 2, swiglu_limit=5.0).operands(torch.float64)
+    scales = {"routed": 2.0 ** -torch.arange(4, 12.0).view(4, 2), "shared": torch.ones(1, 2) / 99}
+    for name, scale in scales.items():
+        operands[name] = dataclasses.replace(
+            operands[name], quantized_input=True, input_scale=scale
+        )
+    y = moe(**operands)
+
+    def expert(u: np.ndarray, name: str, e: int, weight: float) -> np.ndarray:
+        into, inner = scales[name][e].tolist()
+        w1, w3, w2 = (to_numpy(w[e]) for w in (operands[name].w1, operands[name].w3,
+                                                operands[name].w2))  # fmt: skip
+        x = nvfp4(u, into)
+        gate, linear = np.minimum(w1 @ x, 5.0), np.clip(w3 @ x, -5.0, 5.0)
+        return w2 @ nvfp4(gate / (1 + np.exp(-gate)) * linear * weight, inner)
+
+    for t in range(6):
+        u = to_numpy(operands["u"][t])
+        chosen = zip(operands["ids"][t].tolist(), operands["weights"][t].tolist(), strict=True)
+        expected = sum(expert(u, "routed", e, weight) for e, weight in chosen)
+        expected = expected + expert(u, "shared", 0, 1.0)
+        np.testing.assert_allclose(to_numpy(y[t]), expected, rtol=0, atol=1e-12)
+    alone = [moe(**{**operands, **{n: operands[n][t:][:1] for n in ("u", "ids", "weights")}})
+             for t in range(6)]  # fmt: skip
+    torch.testing.assert_close(torch.cat(alone), y, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
