@@ -14,7 +14,7 @@ prefix hit brings its replayed rows along.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -127,6 +127,23 @@ def step_of(case: Case, limits: CoreLimits, *, seed: int = 0) -> StepPlan:
         num_drafts=drafts,
         wants_drafts=np.full(count, limits.most_drafts > 0),
     )
+
+
+def prompt_steps(tokens: int, limits: CoreLimits, *, chunk: int) -> list[StepPlan]:
+    """The steps of one cold prompt of so many tokens in chunks, whose decoder runs at its end."""
+    tail = limits.replay.decoder_tail
+    floor = 0 if tail is None else max(0, tokens - tail)
+    plans = []
+    for start in range(0, tokens, chunk):
+        end = min(start + chunk, tokens)
+        plan = step_of(parse(f"chunk={end - start}@{end}c"), limits)
+        arrays = replace(
+            plan.arrays,
+            decoder_floor=np.array([floor]),
+            wants_logits=np.array([end == tokens]),
+        )
+        plans.append(replace(plan, arrays=arrays))
+    return plans
 
 
 def num_global_pages(case: Case, page_tokens: int) -> int:

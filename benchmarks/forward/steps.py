@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +54,41 @@ def filled_pools(
     return pools
 
 
+class Timed(ABC):
+    """Something that runs on an executor."""
+
+    @abstractmethod
+    def forward(self) -> DecoderOutput:
+        """Run it; nobody waits for the device."""
+
+    def served_ms(self, *, samples: int = 9) -> float:
+        """Median time until the device has done it, in milliseconds; fewer samples of what takes
+        long."""
+        self.forward()
+        once = self._once()
+        samples = int(max(1, min(samples, _SERVED_MS / once)))
+        return statistics.median(self._once() for _ in range(samples))
+
+    def _once(self) -> float:
+        _wait()
+        started = time.perf_counter()
+        self.forward()
+        _wait()
+        return (time.perf_counter() - started) * 1e3
+
+
 @dataclass
-class Step:
+class Steps(Timed):
+    """Several, one after the other."""
+
+    steps: Sequence[Step]
+
+    def forward(self) -> DecoderOutput:
+        return [step.forward() for step in self.steps][-1]
+
+
+@dataclass
+class Step(Timed):
     """One case on one executor."""
 
     executor: TorchExecutor
@@ -73,21 +107,6 @@ class Step:
             draft = HostDraft.of(self.plan, self.host, tokens, self.plan.num_drafts)
             self.executor._draft(draft, output.draft_features)
         return output
-
-    def served_ms(self, *, samples: int = 9) -> float:
-        """Median time from the plan to the end of the device's work, in milliseconds; fewer samples
-        of a step that takes long."""
-        self.forward()
-        once = self._once()
-        samples = int(max(1, min(samples, _SERVED_MS / once)))
-        return statistics.median(self._once() for _ in range(samples))
-
-    def _once(self) -> float:
-        _wait()
-        started = time.perf_counter()
-        self.forward()
-        _wait()
-        return (time.perf_counter() - started) * 1e3
 
     def captured(self) -> tuple[torch.cuda.CUDAGraph, DecoderOutput]:
         """The step as one graph, its uploads included. Its executor must not use graphs itself."""
@@ -151,7 +170,8 @@ def launches(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
         torch.cuda.synchronize()
     found: dict[str, tuple[int, float]] = {}
     for event in profile.events() or []:
-        if event.device_type != torch.autograd.DeviceType.CUDA:
+        is_kernel = not event.name.startswith(("Memcpy", "Memset"))
+        if event.device_type != torch.autograd.DeviceType.CUDA or not is_kernel:
             continue
         count, us = found.get(event.name, (0, 0.0))
         found[event.name] = count + 1, us + float(event.device_time)

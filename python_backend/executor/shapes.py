@@ -35,7 +35,8 @@ class GraphSizes:
 
     @staticmethod
     def of(limits: CoreLimits) -> GraphSizes:
-        most = min(MOST_DECODER_ROWS, limits.max_batch_size * limits.window)
+        tail = limits.replay.decoder_tail or limits.max_num_tokens
+        most = min(MOST_DECODER_ROWS, limits.max_batch_size * tail)
         return GraphSizes(
             requests=_request_sizes(limits.max_batch_size),
             contexts=_contexts(limits.max_seq_len, limits.global_page_tokens),
