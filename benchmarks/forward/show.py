@@ -7,6 +7,8 @@
 * `decode`: 32 requests at contexts from 64K to 855K, and a single user with and without drafts;
 * `agreement`: TinyFlash on the GPU's executor against the float64 reference.
 
+* `served`: TinyFlash behind the serving core, in this process: tokens a second with and without
+  graphs and drafts;
 * `hit`: 32K new tokens behind a cached prefix of 128K, with the time of each kernel.
 
 One JSON object a row, as benchmarks/forward/run.py and agreement.py make them. What `--minutes`
@@ -31,6 +33,7 @@ import torch
 from benchmarks.forward.agreement import agreement
 from benchmarks.forward.cases import parse, prompt_steps
 from benchmarks.forward.run import DEFAULT_ENGRAM_ROWS, limits_for, measure, rank_config
+from benchmarks.forward.served import served_rows
 from benchmarks.forward.steps import Step, Steps, filled_pools
 from benchmarks.forward.weights import random_network
 from engine.network import Network
@@ -44,7 +47,7 @@ DECODE = tuple(f"{name}=32*1@{context}" for name, context in (
 HIT = ("hit=32768@163840",)
 SINGLE = ("one=1*1@8192", "drafts=1*6@8192:5", "verify=16*6@131072:5")
 
-PARTS = ("agreement", "decode", "replay", "hit")
+PARTS = ("agreement", "decode", "replay", "hit", "served")
 
 Row = dict[str, Any]
 
@@ -151,6 +154,8 @@ def main() -> int:
     for part, rows in (("decode", decode_rows), ("replay", replay_rows), ("hit", hit_rows)):
         _free()
         run(part, lambda rows=rows: rows(network(), "cuda"))
+    _free()
+    run("served", lambda: served_rows("cuda"))
     return 0
 
 
