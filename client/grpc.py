@@ -105,7 +105,7 @@ class GrpcClient:
     ) -> GenerateStream:
         message = infer_message(self.model, request, stream=stream)
         call = self._stub.ModelStreamInfer(iter((message,)), timeout=timeout)
-        return GenerateStream(self._chunks(call), call.cancel)
+        return GenerateStream(self._chunks(call), call.cancel, request.num_return_sequences or 1)
 
     def _chunks(self, call: Any) -> Iterator[GenerateChunk]:
         # Reads past the final response, and past an error, to the end of the call: dropping a call

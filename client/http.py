@@ -64,7 +64,7 @@ class HttpClient:
         body = _body(request, stream=True)
         exchange = _Exchange(self._address, timeout)
         exchange.send(self._path("generate_stream"), body)
-        return GenerateStream(exchange.events(), exchange.close)
+        return GenerateStream(exchange.events(), exchange.close, request.num_return_sequences or 1)
 
     def health(self, *, deep: bool = False, timeout: float = 10.0) -> Health:
         """Asks for the three states; `deep` also generates one token. Raises nothing."""

@@ -74,7 +74,9 @@ class GenerateRequest:
     min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias (a number by token
     id), bad_words, min_tokens: as docs/operations.md says.
     logprobs: return log probabilities of the answer's tokens and of so many alternatives to each.
-    exclude_input_in_output: false puts the prompt before the answer's text.
+    prompt_logprobs: the same of the prompt's tokens. echo: the prompt before the answer's text
+    and, with logprobs, prompt_logprobs. exclude_input_in_output: false does the former.
+    num_return_sequences: answers to the prompt; more than one are streamed.
     request_id: echoed in the server's log.
     Values are judged by the server; only what cannot be carried is refused here (ValueError).
     """
@@ -102,6 +104,9 @@ class GenerateRequest:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    num_return_sequences: int | None = None
     return_token_bytes: bool | None = None
     exclude_input_in_output: bool | None = None
     end_id: int | None = None
@@ -121,6 +126,22 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, eq=False)
+class PromptTokens:
+    """A prompt of N tokens and the model's log probabilities of them.
+
+    ids: int32 [N]. log_probs: float32 [N − 1], of the tokens behind the first, which has none.
+    top_log_prob_ids, top_log_probs: [N − 1, K]. token_bytes, top_token_bytes: as in GenerateChunk.
+    """
+
+    ids: Int32Array
+    log_probs: Float32Array
+    top_log_prob_ids: Int32Array | None = None
+    top_log_probs: Float32Array | None = None
+    token_bytes: list[bytes] | None = None
+    top_token_bytes: list[bytes] | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class GenerateChunk:
     """One streamed response: a delta. None where the response does not carry the field.
 
@@ -131,6 +152,8 @@ class GenerateChunk:
     [n, K], the K most probable tokens at each place, most probable first.
     token_bytes, top_token_bytes: where asked for, what each of output_ids and top_log_prob_ids
     (laid end to end) adds to the text; a character may be cut between two tokens.
+    sequence_index: of several answers, which one this is of.
+    prompt: with the first response, where log probabilities of the prompt were asked for.
     """
 
     text_output: str
@@ -144,23 +167,13 @@ class GenerateChunk:
     top_log_probs: Float32Array | None = None
     token_bytes: list[bytes] | None = None
     top_token_bytes: list[bytes] | None = None
+    sequence_index: int | None = None
+    prompt: PromptTokens | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class GenerateResult:
-    """A whole answer, or what came of it. Fields as in `GenerateChunk`, deltas joined."""
-
-    text_output: str
-    output_ids: Int32Array
-    finish_reason: FinishReason | None
-    num_input_tokens: int | None
-    num_output_tokens: int | None
-    cached_tokens: int | None
-    log_probs: Float32Array | None = None
-    top_log_prob_ids: Int32Array | None = None
-    top_log_probs: Float32Array | None = None
-    token_bytes: list[bytes] | None = None
-    top_token_bytes: list[bytes] | None = None
+class GenerateResult(GenerateChunk):
+    """A whole answer, or what came of it: deltas joined."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,8 @@ def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateResult:
         top_log_probs=joined("top_log_probs"),
         token_bytes=listed("token_bytes"),
         top_token_bytes=listed("top_token_bytes"),
+        sequence_index=last("sequence_index"),
+        prompt=last("prompt"),
     )
 
 

@@ -26,11 +26,15 @@ class GenerateStream(Iterator[GenerateChunk]):
     DeploymentError when it fails, and `cancel`, which stops the request on the server, may be
     called from any thread and more than once, and makes `chunks` end or fail soon.
 
-    Errors raised while iterating carry the part received before them (`DeploymentError.partial`).
+    Errors raised while iterating carry the part received before them (`DeploymentError.partial`),
+    of several answers that of the first.
     """
 
-    def __init__(self, chunks: Iterator[GenerateChunk], cancel: Callable[[], None]) -> None:
+    def __init__(
+        self, chunks: Iterator[GenerateChunk], cancel: Callable[[], None], num_answers: int = 1
+    ) -> None:
         self._chunks = chunks
+        self._num_answers = num_answers
         self._cancel = cancel
         self._received: list[GenerateChunk] = []
         self._ended = False
@@ -86,16 +90,26 @@ class GenerateStream(Iterator[GenerateChunk]):
         """Waits for the rest and returns the whole answer.
 
         Of a cancelled stream it is what came, with finish reason `cancelled`. Of a stream that
-        failed it raises the error again.
+        failed it raises the error again. Raises ValueError for a request of several answers.
         """
+        if self._num_answers > 1:
+            raise ValueError(
+                f"expected a request of one answer, got {self._num_answers}; use stream() and "
+                "results()"
+            )
+        return self.results()[0]
+
+    def results(self) -> list[GenerateResult]:
+        """As `result`, for each of the answers that were asked for."""
         for _ in self:
             pass
         if self._failure is not None:
             raise self._failure
-        result = join_chunks(self._received)
-        if result.finish_reason is None:
-            return replace(result, finish_reason=FinishReason.CANCELLED)
-        return result
+        answers = map(self._answer, range(self._num_answers))
+        return [
+            replace(answer, finish_reason=answer.finish_reason or FinishReason.CANCELLED)
+            for answer in answers
+        ]
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -118,9 +132,13 @@ class GenerateStream(Iterator[GenerateChunk]):
             self.close()
 
     def _finished(self) -> bool:
-        return bool(self._received) and self._received[-1].finish_reason is not None
+        ended = sum(chunk.finish_reason is not None for chunk in self._received)
+        return ended >= self._num_answers
+
+    def _answer(self, index: int) -> GenerateResult:
+        return join_chunks([c for c in self._received if (c.sequence_index or 0) == index])
 
     def _failed(self, error: DeploymentError) -> DeploymentError:
-        error.partial = join_chunks(self._received) if self._received else None
+        error.partial = self._answer(0) if self._received else None
         self._failure = error
         return error

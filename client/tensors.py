@@ -20,6 +20,7 @@ from client.protocol import (
     FinishReason,
     GenerateChunk,
     GenerateRequest,
+    PromptTokens,
 )
 
 
@@ -56,6 +57,9 @@ INPUTS = (
     TensorSpec("stop_token_ids", "INT32", np.int32),
     TensorSpec("ignore_eos", "BOOL", np.bool_),
     TensorSpec("logprobs", "INT32", np.int32),
+    TensorSpec("prompt_logprobs", "INT32", np.int32),
+    TensorSpec("echo", "BOOL", np.bool_),
+    TensorSpec("num_return_sequences", "INT32", np.int32),
     TensorSpec("return_token_bytes", "BOOL", np.bool_),
     TensorSpec("exclude_input_in_output", "BOOL", np.bool_),
     TensorSpec("end_id", "INT32", np.int32),
@@ -94,11 +98,7 @@ def chunk_from_outputs(outputs: Mapping[str, Any]) -> GenerateChunk:
             f"expected a finish_reason of {', '.join(FinishReason)}, got {reason!r}: "
             "use a client and a server of the same version",
         )
-    ids = np.atleast_1d(np.asarray(outputs.get("output_ids", ()), dtype=np.int32))
-    log_probs = outputs.get("output_log_probs")
-    top_ids, top = outputs.get("top_log_prob_ids"), outputs.get("top_log_probs")
-    shape = (ids.size, -1) if ids.size else (0, 0)
-    spelled, top_spelled = outputs.get("output_token_bytes"), outputs.get("top_token_bytes")
+    ids = _ids(outputs.get("output_ids", ()))
     return GenerateChunk(
         text_output=_text(outputs.get("text_output")) or "",
         output_ids=ids,
@@ -106,12 +106,38 @@ def chunk_from_outputs(outputs: Mapping[str, Any]) -> GenerateChunk:
         num_input_tokens=_number(outputs.get("num_input_tokens")),
         num_output_tokens=_number(outputs.get("num_output_tokens")),
         cached_tokens=_number(outputs.get("cached_tokens")),
-        log_probs=None if log_probs is None else np.array(log_probs, np.float32).reshape(-1),
-        top_log_prob_ids=None if top_ids is None else np.array(top_ids, np.int32).reshape(shape),
-        top_log_probs=None if top is None else np.array(top, np.float32).reshape(shape),
-        token_bytes=None if spelled is None else _from_hex(spelled),
-        top_token_bytes=None if top_spelled is None else _from_hex(top_spelled),
+        log_probs=_numbers(outputs.get("output_log_probs")),
+        **_alternatives(outputs, "top_log_prob", ids.size),
+        token_bytes=_from_hex(outputs.get("output_token_bytes")),
+        top_token_bytes=_from_hex(outputs.get("top_token_bytes")),
+        sequence_index=_number(outputs.get("sequence_index")),
+        prompt=_prompt(outputs) if "prompt_ids" in outputs else None,
     )
+
+
+def _prompt(outputs: Mapping[str, Any]) -> PromptTokens:
+    ids = _ids(outputs["prompt_ids"])
+    log_probs = _numbers(outputs.get("prompt_log_probs", ()))
+    assert log_probs is not None
+    return PromptTokens(
+        ids=ids,
+        log_probs=log_probs,
+        **_alternatives(outputs, "top_prompt_log_prob", log_probs.size),
+        token_bytes=_from_hex(outputs.get("prompt_token_bytes")),
+        top_token_bytes=_from_hex(outputs.get("top_prompt_token_bytes")),
+    )
+
+
+def _alternatives(outputs: Mapping[str, Any], name: str, count: int) -> dict[str, Any]:
+    """Laid end to end on the wire, [count, K] here."""
+    ids, log_probs = outputs.get(f"{name}_ids"), _numbers(outputs.get(f"{name}s"))
+    if ids is None or log_probs is None:
+        return {}
+    shape = (count, -1) if count else (0, 0)
+    return {
+        "top_log_prob_ids": _ids(ids).reshape(shape),
+        "top_log_probs": log_probs.reshape(shape),
+    }
 
 
 def _tensor(spec: TensorSpec, value: Any) -> npt.NDArray[Any]:
@@ -152,11 +178,20 @@ def _text(value: Any) -> str | None:
     return value.decode("utf-8") if isinstance(value, bytes) else value
 
 
-def _from_hex(values: Any) -> list[bytes]:
+def _ids(values: Any) -> npt.NDArray[np.int32]:
     """JSON shows a vector of one element without its brackets."""
-    return [
-        bytes.fromhex(_text(v) or "") for v in (values if isinstance(values, list) else [values])
-    ]
+    return np.atleast_1d(np.asarray(values, dtype=np.int32))
+
+
+def _numbers(values: Any) -> npt.NDArray[np.float32] | None:
+    return None if values is None else np.array(values, np.float32).reshape(-1)
+
+
+def _from_hex(values: Any) -> list[bytes] | None:
+    if values is None:
+        return None
+    spelled = values if isinstance(values, list) else [values]
+    return [bytes.fromhex(_text(value) or "") for value in spelled]
 
 
 def _number(value: Any) -> int | None:

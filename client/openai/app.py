@@ -195,13 +195,14 @@ class _Proxy:
                             seconds = time.perf_counter() - began
                             self.metrics.first_token_seconds.observe(seconds)
                         counts.add(chunk)
-                        yield index, chunk
+                        yield index * asked.num_answers + (chunk.sequence_index or 0), chunk
             finally:
                 self.metrics.count(counts)
 
 
 async def _whole(form: Format, answers: Answers, counts: Counts) -> bytes:
-    choices = [form.choice(index) for index in range(len(form.asked.requests))]
+    asked = form.asked
+    choices = [form.choice(i) for i in range(len(asked.requests) * asked.num_answers)]
     async for index, chunk in answers:
         choices[index].take(chunk)
     return form.whole(choices, counts.usage())

@@ -27,11 +27,12 @@ _EFFORTS = {"minimal": "low", "medium": "high"}
 class Asked:
     """What to send, one request for each prompt, and how the answers shall look.
 
-    reasons: an answer begins with reasoning. calls: tool calls are told apart from content.
-    most_calls: later ones are left out, None is no limit.
+    num_answers: to each prompt. reasons: an answer begins with reasoning. calls: tool calls are
+    told apart from content. most_calls: later ones are left out, None is no limit.
     """
 
     requests: Sequence[GenerateRequest]
+    num_answers: int
     stream: bool
     include_usage: bool
     log_probs: bool = False
@@ -64,6 +65,7 @@ def chat_request(fields: ChatFields, id: str) -> Asked:
     )
     return Asked(
         requests=[request],
+        num_answers=fields.n or 1,
         stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
         log_probs=log_probs is not None,
@@ -75,8 +77,8 @@ def chat_request(fields: ChatFields, id: str) -> Asked:
 
 def completion_request(fields: CompletionFields, id: str) -> Asked:
     """As `chat_request`; requests of several prompts share the name."""
-    if fields.echo:
-        raise _refused("echo", "this server does not send prompts back; leave it out")
+    if fields.echo and fields.logprobs is not None and (fields.n or 1) > 1:
+        raise _refused("n", "echo with logprobs has one answer; send the request again")
     if fields.best_of not in (None, fields.n or 1):
         raise _refused("best_of", "nothing ranks answers here; use n")
     most_tokens = _COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
@@ -87,10 +89,12 @@ def completion_request(fields: CompletionFields, id: str) -> Asked:
                 most_tokens,
                 fields.logprobs,
                 id,
+                echo=fields.echo,
                 **{"text_input" if isinstance(prompt, str) else "input_ids": prompt},
             )
             for prompt in fields.prompt
         ],
+        num_answers=fields.n or 1,
         stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
         log_probs=fields.logprobs is not None,
@@ -100,8 +104,6 @@ def completion_request(fields: CompletionFields, id: str) -> Asked:
 def _request(
     fields: Sampling, most_tokens: int, log_probs: int | None, id: str, **prompt: Any
 ) -> GenerateRequest:
-    if (fields.n or 1) > 1:
-        raise _refused("n", "this server makes one answer of a prompt; send the request again")
     try:
         return GenerateRequest(
             request_id=id,
@@ -109,6 +111,7 @@ def _request(
             stop_words=fields.stop,
             seed=None if fields.seed is None else fields.seed % 2**64,
             top_k=None if fields.top_k is None else max(fields.top_k, 0),
+            num_return_sequences=fields.n,
             logprobs=log_probs,
             return_token_bytes=None if log_probs is None else True,
             **{name: getattr(fields, name) for name in _SAME},

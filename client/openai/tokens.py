@@ -6,30 +6,35 @@ import codecs
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from client.protocol import GenerateChunk
+from client.protocol import GenerateChunk, PromptTokens
 
 
 class Token(NamedTuple):
-    """One token of an answer and its alternatives, most probable first."""
+    """One token and its alternatives, most probable first; a prompt's first has neither."""
 
     spelled: bytes
-    log_prob: float
+    log_prob: float | None
     top: list[tuple[bytes, float]]
 
 
 def tokens_of(chunk: GenerateChunk) -> list[Token]:
-    """The chunk's tokens; none where log probabilities did not come."""
-    if chunk.log_probs is None or chunk.token_bytes is None:
+    """The prompt's tokens, where they are shown, and the chunk's; none where no log probabilities
+    came."""
+    tokens = []
+    if chunk.prompt is not None and chunk.prompt.token_bytes:
+        first, *others = chunk.prompt.token_bytes
+        tokens = [Token(first, None, []), *_tokens(others, chunk.prompt)]
+    return tokens + _tokens(chunk.token_bytes or [], chunk)
+
+
+def _tokens(spelled: list[bytes], said: GenerateChunk | PromptTokens) -> list[Token]:
+    if said.log_probs is None:
         return []
-    count = len(chunk.token_bytes)
-    width = 0 if chunk.top_log_probs is None else chunk.top_log_probs.shape[1]
-    spelled = iter(chunk.top_token_bytes or ())
-    rows = [[]] * count if chunk.top_log_probs is None else chunk.top_log_probs.tolist()
+    tops = [[]] * len(spelled) if said.top_log_probs is None else said.top_log_probs.tolist()
+    names = iter(said.top_token_bytes or ())
     return [
-        Token(own, log_prob, [(next(spelled), value) for value in row[:width]])
-        for own, log_prob, row in zip(
-            chunk.token_bytes, chunk.log_probs.tolist(), rows, strict=True
-        )
+        Token(own, log_prob, [(next(names), value) for value in top])
+        for own, log_prob, top in zip(spelled, said.log_probs.tolist(), tops, strict=True)
     ]
 
 
@@ -39,7 +44,7 @@ def text_of(spelled: bytes) -> str:
 
 
 def chat_log_probs(tokens: list[Token]) -> dict[str, Any]:
-    def entry(spelled: bytes, log_prob: float) -> dict[str, Any]:
+    def entry(spelled: bytes, log_prob: float | None) -> dict[str, Any]:
         return {"token": text_of(spelled), "logprob": log_prob, "bytes": list(spelled)}
 
     return {
@@ -67,7 +72,9 @@ class CompletionLogProbs:
             "tokens": [text_of(token.spelled) for token in tokens],
             "token_logprobs": [token.log_prob for token in tokens],
             "top_logprobs": [
-                {text_of(spelled): value for spelled, value in token.top}
+                None
+                if token.log_prob is None
+                else {text_of(spelled): value for spelled, value in token.top}
                 | {text_of(token.spelled): token.log_prob}
                 for token in tokens
             ],
@@ -88,9 +95,10 @@ class Counts:
         self._streamed = streamed
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Every chunk once: prompts are counted by those that carry their number."""
-        self.cached += chunk.cached_tokens or 0
-        self.prompt += chunk.num_input_tokens or 0
+        """Every chunk once. Of several answers to one prompt the first counts it."""
+        if not chunk.sequence_index:
+            self.cached += chunk.cached_tokens or 0
+            self.prompt += chunk.num_input_tokens or 0
         self.output += int(chunk.output_ids.size)
         self.responses += bool(chunk.output_ids.size)
 

@@ -18,6 +18,7 @@ from client.protocol import (
     GenerateRequest,
     join_chunks,
 )
+from client.stream import GenerateStream
 from client.tensors import chunk_from_outputs, input_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,3 +242,47 @@ def test_log_probs_are_joined_token_by_token() -> None:
     assert result.log_probs.tolist() == [-0.5, -1.0, -3.0]
     assert result.top_log_prob_ids.tolist() == [[5, 9], [8, 6], [7, 1]]
     assert join_chunks([last]).log_probs is None
+
+
+def test_log_probs_and_bytes_of_a_prompt() -> None:
+    """The first token has no probability; what JSON shows without brackets is a vector too."""
+    outputs = {
+        "prompt_ids": [5, 6, 7], "prompt_log_probs": [-1.0, -2.0],
+        "top_prompt_log_prob_ids": [6, 9, 1, 7], "top_prompt_log_probs": [-1.0, -3.0, -0.5, -2.0],
+        "prompt_token_bytes": ["61", "", "e4b896"], "output_ids": 8, "output_token_bytes": "e4",
+    }  # fmt: skip
+    chunk = chunk_from_outputs(outputs)
+    prompt = join_chunks([chunk, chunk_from_outputs({"output_ids": []})]).prompt
+    assert prompt is not None
+    assert prompt.top_log_prob_ids is not None
+    assert prompt.ids.tolist() == [5, 6, 7]
+    assert prompt.log_probs.tolist() == [-1.0, -2.0]
+    assert prompt.top_log_prob_ids.tolist() == [[6, 9], [1, 7]]
+    assert prompt.token_bytes == [b"a", b"", "世".encode()]
+    assert chunk.token_bytes == [b"\xe4"]
+    short = chunk_from_outputs({"prompt_ids": 5, "prompt_token_bytes": "61"}).prompt
+    assert short is not None
+    assert (short.ids.tolist(), short.log_probs.tolist(), short.token_bytes) == ([5], [], [b"a"])
+
+
+def test_several_answers_are_told_apart() -> None:
+    def chunk(index: int, text: str, reason: str | None = None) -> GenerateChunk:
+        outputs = {"text_output": text, "sequence_index": index, "finish_reason": reason}
+        return chunk_from_outputs(outputs)
+
+    cancelled: list[bool] = []
+    came = [chunk(0, "a"), chunk(1, "x", "stop"), chunk(0, "b", "length")]
+    stream = GenerateStream(iter(came), lambda: cancelled.append(True), 2)
+    assert [(r.text_output, r.finish_reason) for r in stream.results()] == [
+        ("ab", FinishReason.LENGTH),
+        ("x", FinishReason.STOP),
+    ]
+    stream.close()
+    assert not cancelled
+    with pytest.raises(ValueError, match="expected a request of one answer, got 2"):
+        stream.result()
+    unfinished = GenerateStream(iter(came[:2]), lambda: cancelled.append(True), 2)
+    next(unfinished)
+    next(unfinished)
+    unfinished.close()  # one of the two still ran
+    assert cancelled == [True]

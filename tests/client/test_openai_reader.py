@@ -152,7 +152,7 @@ TEXT = st.text(st.sampled_from('ab \n<>/｜"\\{}世🙂') | st.characters(codec=
 NAMES = st.text(st.sampled_from('abc_ 世"'), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     reasoning=TEXT,
     content=TEXT,

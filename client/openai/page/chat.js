@@ -27,6 +27,7 @@ async function open() {
   model = (await response.json()).data[0].id;
   at("model").textContent = model;
   at("error").textContent = "";
+  at("send").disabled = at("question").disabled = false;
   at("question").focus();
 }
 
