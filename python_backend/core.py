@@ -45,8 +45,12 @@ class _Cancellation(NamedTuple):
     reason: FinishReason
 
 
-# A message is a request to add, one to cancel, or None to wake up.
-Message = TrackedRequest | _Cancellation | None
+class _Reset(NamedTuple):
+    done: Callable[[], None]
+
+
+# A message is a request to add, one to cancel, a reset, or None to wake up.
+Message = TrackedRequest | _Cancellation | _Reset | None
 
 
 class EngineCore:
@@ -81,10 +85,7 @@ class EngineCore:
         """
         tracked = self._scheduler.track(request)
         with self._door:
-            if self._closed:
-                raise RequestError(
-                    "shutting_down", "expected a running server, got one that stops; try another"
-                )
+            self._check_open()
             self._check_queue(tracked)
             self._num_arriving += 1
             self._arriving_tokens += tracked.token_limit
@@ -95,6 +96,14 @@ class EngineCore:
         races with the end of its request. STOP is the reason where the receiver has all that it
         wants, because of a stop string."""
         self._inbox.put(_Cancellation(request_id, reason))
+
+    def reset_prefix_cache(self, done: Callable[[], None]) -> None:
+        """Forget all published pages before the next step; running requests keep theirs. `done` is
+        called on the core's thread afterwards, also when it stops. Raises RequestError when it has
+        stopped."""
+        with self._door:
+            self._check_open()
+            self._inbox.put(_Reset(done))
 
     def stop(self) -> None:
         """Make `run` return after its current step; what still runs ends with an error."""
@@ -117,6 +126,12 @@ class EngineCore:
             num_window_pages=residency.window_pages.num_pages - 1,
             num_published_pages=residency.cache.num_published if residency.cache else 0,
         )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError(
+                "shutting_down", "expected a running server, got one that stops; try another"
+            )
 
     def _check_queue(self, tracked: TrackedRequest) -> None:
         """An empty queue takes any request."""
@@ -215,6 +230,9 @@ class EngineCore:
             with self._door:  # counted twice for a moment rather than not at all
                 self._num_arriving -= 1
                 self._arriving_tokens -= message.token_limit
+        elif isinstance(message, _Reset):
+            self._scheduler.reset_prefix_cache()
+            message.done()
         elif message is not None and message.request_id in self._live:
             tracked = self._live[message.request_id]
             self._scheduler.remove(tracked)
@@ -315,7 +333,9 @@ class EngineCore:
         self._live.clear()
         while not self._inbox.empty():
             pending = self._inbox.get()
-            if isinstance(pending, TrackedRequest):
+            if isinstance(pending, _Reset):
+                pending.done()
+            elif isinstance(pending, TrackedRequest):
                 waiting.append(pending)
         for tracked in waiting:
             self._scheduler.statistics.num_finished[FinishReason.ERROR] += 1

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from python_backend import wire
 from python_backend.generation.answer import AnswerText
 from python_backend.logs import fields
 from python_backend.replay import longest_hit
-from python_backend.request import Request, RequestError
+from python_backend.request import Delta, FinishReason, Request, RequestError
 from python_backend.responses import Reply, Responder, ResponseStream
 from python_backend.sequence import AnswerSequence
 from python_backend.service import ServedModel
@@ -70,7 +72,13 @@ class Intake:
             )
             for i in range(options.num_sequences)
         ]
-        stream = ResponseStream(request_id or key, reply, sequences)
+        stream = ResponseStream(
+            request_id or key,
+            reply,
+            sequences,
+            session_id=asked.session_id,
+            seconds=asked.timeout,
+        )
         own = self._model.end_ids if asked.end_ids is None else asked.end_ids
         first, *others = self._requests(
             Request(
@@ -80,7 +88,9 @@ class Intake:
                 sampling=sampling,
                 end_ids=options.end_ids(own),
                 on_delta=partial(self._responder.deliver, stream, 0),
+                cache_salt=asked.cache_salt,
                 speculative=asked.speculative,
+                priority=asked.priority,
             ),
             stream,
         )
@@ -96,6 +106,19 @@ class Intake:
                 logger.exception("add_request_failed", extra=fields(request_id=stream.request_id))
             self._on_refused(refusal)
             self._responder.forget(stream, refusal)
+
+    def reset_prefix_cache(self, request_id: str, reply: Reply) -> None:
+        """The one response, without text, comes when it is done. Raises RequestError."""
+        key = f"{next(self._keys)}"
+        done = Delta(np.empty(0, np.int32), 0, FinishReason.STOP)
+        sequences = [AnswerSequence(key, 0, False, None)]
+        stream = ResponseStream(request_id or key, reply, sequences)
+        deliver = partial(self._responder.deliver, stream, 0, done)
+        self._responder.open(stream)
+        try:
+            self._model.core.reset_prefix_cache(deliver)
+        except RequestError as error:
+            self._responder.forget(stream, error)
 
     def _requests(self, first: Request, stream: ResponseStream) -> Iterator[Request]:
         """One for each sequence. The prompt is judged once."""

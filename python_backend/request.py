@@ -18,6 +18,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
     ERROR = "error"
 
 
@@ -94,7 +95,9 @@ class Request:
 
     `on_delta` is called from the core's thread, in order, and must not block; the last call has a
     finish reason. `use_prefix_cache` off neither reads the prefix cache nor publishes to it.
-    `speculative` off makes one token a step, also on a server that drafts.
+    `speculative` off makes one token a step, also on a server that drafts. `cache_salt`: only
+    requests of the same salt share pages. `priority`: a smaller one is admitted earlier and
+    preempted later.
     """
 
     request_id: str
@@ -106,3 +109,4 @@ class Request:
     use_prefix_cache: bool = True
     cache_salt: bytes = field(default=b"")
     speculative: bool = True
+    priority: int = 0

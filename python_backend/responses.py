@@ -46,13 +46,16 @@ class ResponseStream:
     """One request's way back: its sequences in turn, one of them unless several were asked for.
 
     `begin_others` gives the others to the core when the first has its first token, because then
-    the prompt stands in the prefix cache. It raises RequestError.
+    the prompt stands in the prefix cache. It raises RequestError. `session_id` is logged, for
+    routers that send a session's requests to one server.
     """
 
     request_id: str
     reply: Reply
     sequences: Sequence[AnswerSequence]
     begin_others: Callable[[], None] | None = None
+    session_id: str = ""
+    seconds: float | None = None  # that it may take
     opened_at: float = field(default_factory=time.monotonic)
     cancelling: bool = False
     closed: bool = False
@@ -60,6 +63,10 @@ class ResponseStream:
     @property
     def key(self) -> str:
         return self.sequences[0].key
+
+    @property
+    def is_late(self) -> bool:
+        return self.seconds is not None and time.monotonic() - self.opened_at >= self.seconds
 
 
 class Responder:
@@ -132,8 +139,12 @@ class Responder:
             self._tick()
         for _ in range(min(_CHECKS_BETWEEN_SENDS, len(self._unasked))):
             stream = self._unasked.pop()
-            if not stream.closed and not stream.cancelling and stream.reply.is_cancelled():
-                self._cancel_all(stream)
+            if stream.closed or stream.cancelling:
+                continue
+            if stream.reply.is_cancelled():
+                self._cancel_all(stream, FinishReason.CANCELLED)
+            elif stream.is_late:
+                self._cancel_all(stream, FinishReason.TIMEOUT)
 
     def _answer(self, stream: ResponseStream, index: int, delta: Delta) -> None:
         if stream.closed:
@@ -141,6 +152,13 @@ class Responder:
         try:
             if delta.error is not None:
                 self._end(stream, delta, delta.error)
+            elif delta.finish_reason == FinishReason.TIMEOUT:
+                late = RequestError(
+                    "deadline_exceeded",
+                    f"expected an answer within the timeout of {stream.seconds} s, which has "
+                    "passed; allow more time, or ask for less",
+                )
+                self._end(stream, delta, late)
             elif delta.finish_reason == FinishReason.CANCELLED:
                 cancelled = RequestError("cancelled", "the client cancelled the request")
                 self._end(stream, delta, cancelled)
@@ -175,14 +193,14 @@ class Responder:
         """All sequences, with an error that is the final response."""
         if not stream.closed:
             self._close(stream, delta)
-        self._cancel_all(stream)
+        self._cancel_all(stream, FinishReason.CANCELLED)
         stream.reply.fail(error)
 
-    def _cancel_all(self, stream: ResponseStream) -> None:
+    def _cancel_all(self, stream: ResponseStream, reason: FinishReason) -> None:
         """What the core does not know, or no more, it ignores."""
         stream.cancelling = True
         for sequence in stream.sequences:
-            self._cancel(sequence.key, FinishReason.CANCELLED)
+            self._cancel(sequence.key, reason)
 
     def _close(self, stream: ResponseStream, delta: Delta) -> None:
         """Before the final response, so that the watcher can never ask after it."""
@@ -196,6 +214,7 @@ class Responder:
             extra=fields(
                 request_id=stream.request_id,
                 key=stream.key,
+                session_id=stream.session_id or None,
                 finish_reason=delta.finish_reason,
                 error=None if delta.error is None else str(delta.error),
                 num_sequences=len(sequences),

@@ -28,22 +28,37 @@ from python_backend.request import RequestError
 from python_backend.responses import Responder
 from python_backend.sequence import Outputs
 from python_backend.service import ServedModel
+from python_backend.tensors import INPUTS, OUTPUTS, Tensor
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_DRAIN_SECONDS = 10.0
+MAX_BATCH_SIZE = 64  # above one only so that a batched call gets a sentence of ours
 # Names, because the stub fills its Python module only after this file is imported.
 _ERROR_CODES = {
     wire.INVALID_ARGUMENT: "INVALID_ARG",
     wire.OVER_CAPACITY: "UNAVAILABLE",
     wire.UNAVAILABLE: "UNAVAILABLE",
+    wire.DEADLINE_EXCEEDED: "UNAVAILABLE",
     wire.CANCELLED: "CANCELLED",
     wire.INTERNAL: "INTERNAL",
 }
+_LATER = {wire.CANCELLED, wire.DEADLINE_EXCEEDED}  # than at the door, where nobody is rejected so
 
 
 class TritonPythonModel:
     """The server makes one instance and calls `initialize`, `execute` … and `finalize`."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """What a config.pbtxt may leave out: inputs, outputs and that responses are decoupled."""
+        for tensor in INPUTS:
+            config.add_input(_described(tensor) | {"optional": True})
+        for tensor in OUTPUTS:
+            config.add_output(_described(tensor))
+        config.set_max_batch_size(MAX_BATCH_SIZE)
+        config.set_model_transaction_policy({"decoupled": True})
+        return config
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load, and make one token: the server says ready only after this returns."""
@@ -94,7 +109,7 @@ class TritonPythonModel:
         self._drain_seconds = float(parameters.pop("drain_seconds", DEFAULT_DRAIN_SECONDS))
         self._drain_until: float | None = None
         self._model = ServedModel.open(Path(engine_dir), parameters, _log_progress)
-        self._num_rejected = Counter(dict.fromkeys(_ERROR_CODES.keys() - {wire.CANCELLED}, 0))
+        self._num_rejected = Counter(dict.fromkeys(_ERROR_CODES.keys() - _LATER, 0))
         self._publisher = Publisher(
             pb_utils.MetricFamily,
             catalogue(speculative=self._model.limits.draft is not None),
@@ -116,11 +131,14 @@ class TritonPythonModel:
         """Hand one request to the core. Its buffers are copied before this returns."""
         if self._drain_until is not None:
             raise RequestError("shutting_down", "expected a running server, got one that stops")
-        asked = wire.read_request(
-            {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
-            json.loads(request.parameters() or "{}"),
-            self._model.defaults,
-        )
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        if wire.read_control(inputs) is not None:
+            self._intake.reset_prefix_cache(request.request_id(), reply)
+            return
+        parameters = json.loads(request.parameters() or "{}")
+        if request.timeout() and "timeout" not in inputs:  # the protocol's own, microseconds too
+            parameters.setdefault("timeout", request.timeout())
+        asked = wire.read_request(inputs, parameters, self._model.defaults)
         self._intake.take(asked, request.request_id(), reply)
 
     def _reject(self, reply: _TritonReply, error: RequestError) -> None:
@@ -171,6 +189,10 @@ class _TritonReply:
 
     def is_cancelled(self) -> bool:
         return bool(self._sender.is_cancelled())
+
+
+def _described(tensor: Tensor) -> dict[str, Any]:
+    return {"name": tensor.name, "data_type": f"TYPE_{tensor.kind}", "dims": [tensor.size]}
 
 
 def _log_progress(stage: str, share: float) -> None:

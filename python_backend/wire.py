@@ -1,8 +1,7 @@
-"""What travels on the wire: names, types and shapes of the model's tensors, read and judged here.
+"""What travels on the wire, read and judged: the values of one request's tensors and parameters.
 
 Knows nothing of the Triton server's Python module: inputs are numpy arrays by name, so that every
-rule runs in plain tests. config.pbtxt repeats the two tables below, and a test compares them. The
-names are those of TensorRT-LLM's Triton models. Shapes are [1, n]: one request, n elements.
+rule runs in plain tests. Shapes are [1, n]: one request, n elements.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from python_backend.generation.options import (
     read_shown,
 )
 from python_backend.request import RequestError
+from python_backend.tensors import ALIASES, INPUTS, NUMPY_TYPES, Tensor
 from python_backend.text.chat_input import ChatError, ChatRequest
 
 Int32Array = npt.NDArray[np.int32]
@@ -33,6 +33,7 @@ Array = npt.NDArray[Any]
 INVALID_ARGUMENT = "invalid_argument"
 OVER_CAPACITY = "over_capacity"
 UNAVAILABLE = "unavailable"
+DEADLINE_EXCEEDED = "deadline_exceeded"
 CANCELLED = "cancelled"
 INTERNAL = "internal"
 _WIRE_CODES = {
@@ -49,6 +50,7 @@ _WIRE_CODES = {
     "queue_full": UNAVAILABLE,
     "shutting_down": UNAVAILABLE,
     CANCELLED: CANCELLED,
+    DEADLINE_EXCEEDED: DEADLINE_EXCEEDED,
     "core_failed": INTERNAL,
     "executor_failed": INTERNAL,
     INTERNAL: INTERNAL,
@@ -56,135 +58,17 @@ _WIRE_CODES = {
 DEFAULT_MAX_TOKENS = 16
 AS_MANY_AS_FIT = -1
 NO_END_ID = -1
+RESET_PREFIX_CACHE = "reset_prefix_cache"
+MAX_NAME = 256
 _PROMPTS = ("text_input", "input_ids", "messages")
 _CHAT_OPTIONS = ("tools", "thinking", "reasoning_effort")
 
 
-class Tensor(NamedTuple):
-    """`kind` is the server's type name without TYPE_; `size` counts elements, −1 is any number.
-
-    An input with `neutral` values is accepted for the sake of existing clients, with these values
-    only: it would change the answer and this version cannot do it.
-    """
-
-    name: str
-    kind: str
-    size: int = 1
-    neutral: tuple[Any, ...] = ()
-
-
-INPUTS = (
-    Tensor("text_input", "STRING"),
-    Tensor("input_ids", "INT32", -1),
-    Tensor("messages", "STRING"),
-    Tensor("tools", "STRING"),
-    Tensor("thinking", "BOOL"),
-    Tensor("reasoning_effort", "STRING"),
-    Tensor("max_tokens", "INT32"),
-    Tensor("stream", "BOOL"),
-    Tensor("speculative", "BOOL"),
-    Tensor("temperature", "FP32"),
-    Tensor("top_k", "INT32"),
-    Tensor("top_p", "FP32"),
-    Tensor("min_p", "FP32"),
-    Tensor("seed", "UINT64"),
-    Tensor("repetition_penalty", "FP32"),
-    Tensor("presence_penalty", "FP32"),
-    Tensor("frequency_penalty", "FP32"),
-    Tensor("logit_bias", "STRING"),
-    Tensor("embedding_bias_words", "STRING", -1),
-    Tensor("embedding_bias_weights", "FP32", -1),
-    Tensor("bad_words", "STRING", -1),
-    Tensor("min_tokens", "INT32"),
-    Tensor("stop_words", "STRING", -1),
-    Tensor("include_stop_str_in_output", "BOOL"),
-    Tensor("stop_token_ids", "INT32", -1),
-    Tensor("ignore_eos", "BOOL"),
-    Tensor("end_id", "INT32"),
-    Tensor("pad_id", "INT32"),
-    Tensor("num_return_sequences", "INT32"),
-    Tensor("return_log_probs", "BOOL"),
-    Tensor("logprobs", "INT32"),
-    Tensor("prompt_logprobs", "INT32"),
-    Tensor("echo", "BOOL"),
-    Tensor("return_num_input_tokens", "BOOL"),
-    Tensor("return_num_output_tokens", "BOOL"),
-    Tensor("return_finish_reason", "BOOL"),
-    Tensor("return_stop_reason", "BOOL"),
-    Tensor("return_cumulative_logprob", "BOOL"),
-    Tensor("return_token_bytes", "BOOL"),
-    Tensor("exclude_input_in_output", "BOOL"),
-    Tensor("beam_width", "INT32", neutral=(1,)),
-    Tensor("length_penalty", "FP32", neutral=(1.0,)),
-    Tensor("guided_decoding_guide_type", "STRING", neutral=("",)),
-    Tensor("guided_decoding_guide", "STRING", neutral=("",)),
-    Tensor("return_context_logits", "BOOL", neutral=(False,)),
-    Tensor("return_generation_logits", "BOOL", neutral=(False,)),
-    Tensor("return_perf_metrics", "BOOL", neutral=(False,)),
-    Tensor("sampling_param_best_of", "INT32", neutral=(1,)),
-    Tensor("streaming", "BOOL"),
-    Tensor("stop", "STRING", -1),
-    Tensor("random_seed", "UINT64"),
-    Tensor("min_length", "INT32"),
-    Tensor("sampling_param_temperature", "FP32"),
-    Tensor("sampling_param_top_k", "INT32"),
-    Tensor("sampling_param_top_p", "FP32"),
-    Tensor("sampling_param_frequency_penalty", "FP32"),
-    Tensor("sampling_param_presence_penalty", "FP32"),
-    Tensor("sampling_param_max_tokens", "INT32"),
-    Tensor("sampling_param_stop", "STRING", -1),
-    Tensor("sampling_param_seed", "UINT64"),
-    Tensor("sampling_param_exclude_input_from_output", "BOOL"),
-    Tensor("sampling_param_return_perf_metrics", "BOOL", neutral=(False,)),
-)
-_ALIASES = {
-    "streaming": "stream",
-    "stop": "stop_words",
-    "random_seed": "seed",
-    "min_length": "min_tokens",
-    "sampling_param_temperature": "temperature",
-    "sampling_param_top_k": "top_k",
-    "sampling_param_top_p": "top_p",
-    "sampling_param_frequency_penalty": "frequency_penalty",
-    "sampling_param_presence_penalty": "presence_penalty",
-    "sampling_param_max_tokens": "max_tokens",
-    "sampling_param_stop": "stop_words",
-    "sampling_param_seed": "seed",
-    "sampling_param_exclude_input_from_output": "exclude_input_in_output",
-}
-OUTPUTS = (
-    Tensor("text_output", "STRING"),
-    Tensor("output_ids", "INT32", -1),
-    Tensor("sequence_index", "INT32"),
-    Tensor("finish_reason", "STRING"),
-    Tensor("stop_reason", "STRING"),
-    Tensor("num_input_tokens", "INT32"),
-    Tensor("num_output_tokens", "INT32"),
-    Tensor("cached_tokens", "INT32"),
-    Tensor("output_log_probs", "FP32", -1),
-    Tensor("top_log_prob_ids", "INT32", -1),
-    Tensor("top_log_probs", "FP32", -1),
-    Tensor("output_token_bytes", "STRING", -1),
-    Tensor("top_token_bytes", "STRING", -1),
-    Tensor("prompt_ids", "INT32", -1),
-    Tensor("prompt_log_probs", "FP32", -1),
-    Tensor("top_prompt_log_prob_ids", "INT32", -1),
-    Tensor("top_prompt_log_probs", "FP32", -1),
-    Tensor("prompt_token_bytes", "STRING", -1),
-    Tensor("top_prompt_token_bytes", "STRING", -1),
-    Tensor("cum_log_probs", "FP32"),
-    Tensor("cumulative_logprob", "FP32"),
-)
-_NUMPY: dict[str, type[np.generic]] = {
-    "STRING": np.object_,
-    "INT32": np.int32,
-    "UINT64": np.uint64,
-    "FP32": np.float32,
-    "BOOL": np.bool_,
-}
 _BY_NAME = {tensor.name: tensor for tensor in INPUTS}
+# Inputs that may come as parameters of the request as well.
+_PARAMETERS = ("priority", "timeout", "session_id", "cache_salt")
 # The server hands JSON fields that are no inputs on as parameters; its own `id` is among them.
-_KNOWN_PARAMETERS = frozenset({"id"})
+_KNOWN_PARAMETERS = frozenset({"id", *_PARAMETERS})
 
 
 @dataclass(frozen=True)
@@ -194,7 +78,7 @@ class WireRequest:
     `input_ids` is the server's own buffer, which is gone when its call returns. Values are judged
     by the core, which every road to it passes. `max_tokens` AS_MANY_AS_FIT: the server, which
     knows how long the prompt is, takes what is left. `end_ids` None means the model's own end
-    tokens; an empty set means that no token ends it.
+    tokens; an empty set means that no token ends it. `timeout` in seconds, None for none.
     """
 
     text: str | None
@@ -206,6 +90,23 @@ class WireRequest:
     options: GenerationOptions
     shown: Shown
     end_ids: frozenset[int] | None
+    priority: int
+    timeout: float | None
+    session_id: str
+    cache_salt: bytes
+
+
+def read_control(inputs: Mapping[str, Array]) -> str | None:
+    """What an operator orders instead of an answer; None for a request for an answer."""
+    if "control" not in inputs:
+        return None
+    order = _text("control", _elements("control", inputs["control"]).item())
+    if len(inputs) > 1 or order != RESET_PREFIX_CACHE:
+        raise _invalid(
+            f"expected control {RESET_PREFIX_CACHE} and no other input, got {order[:40]!r} and "
+            f"{len(inputs) - 1} other inputs"
+        )
+    return order
 
 
 def read_request(
@@ -219,11 +120,14 @@ def read_request(
         if name not in _KNOWN_PARAMETERS:
             raise _unknown(name)
     values = {name: _elements(name, array) for name, array in inputs.items()}
+    for name in _PARAMETERS:
+        if name in parameters:
+            _use(values, name, _parameter(name, parameters[name]), f"the parameter {name}")
     for name, value in values.items():
         _check_neutral(_BY_NAME[name], value)
-    for alias, name in _ALIASES.items():
+    for alias, name in ALIASES.items():
         if alias in values:
-            _use_alias(values, alias, name)
+            _use(values, name, values.pop(alias), alias)
     given = [name for name in _PROMPTS if name in values]
     if len(given) != 1:
         raise _invalid(
@@ -233,6 +137,12 @@ def read_request(
 
     def scalar(name: str, default: Any) -> Any:
         return values[name].item() if name in values else default
+
+    def short(name: str) -> str:
+        value = _text(name, scalar(name, b""))
+        if len(value) > MAX_NAME:
+            raise _invalid(f"expected {name} of at most {MAX_NAME} characters, got {len(value)}")
+        return value
 
     text = _text("text_input", values["text_input"].item()) if "text_input" in values else None
     if text == "":  # a begin token alone is no prompt
@@ -251,6 +161,10 @@ def read_request(
         options=options,
         shown=shown,
         end_ids=_end_ids(scalar("end_id", None)),
+        priority=scalar("priority", 0),
+        timeout=scalar("timeout", 0) / 1e6 or None,
+        session_id=short("session_id"),
+        cache_salt=short("cache_salt").encode(),
     )
 
 
@@ -265,7 +179,7 @@ def _elements(name: str, array: Array) -> Array:
     spec = _BY_NAME.get(name)
     if spec is None:
         raise _unknown(name)
-    dtype = np.dtype(_NUMPY[spec.kind])
+    dtype = np.dtype(NUMPY_TYPES[spec.kind])
     if array.dtype != dtype:
         raise _invalid(f"expected {name} as {spec.kind}, got {array.dtype}; convert it")
     wanted = "[1, n]" if spec.size < 0 else "[1, 1]"
@@ -313,11 +227,23 @@ def _chat(values: Mapping[str, Array]) -> ChatRequest | None:
         raise _invalid(str(error)) from None
 
 
-def _use_alias(values: dict[str, Array], alias: str, name: str) -> None:
-    value = values.pop(alias)
+def _parameter(name: str, value: Any) -> Array:
+    """A parameter as the elements of its input's tensor."""
+    kind = _BY_NAME[name].kind
+    if kind == "STRING" and isinstance(value, str):
+        return np.array([value.encode()], dtype=np.object_)
+    if kind != "STRING" and type(value) is int:
+        limits = np.iinfo(NUMPY_TYPES[kind])
+        if limits.min <= value <= limits.max:
+            return np.array([value], dtype=NUMPY_TYPES[kind])
+    raise _invalid(f"expected the parameter {name} as {kind}, got {str(value)[:40]}")
+
+
+def _use(values: dict[str, Array], name: str, value: Array, source: str) -> None:
+    """Take what came by another way as the input `name`, unless that came as well and differs."""
     if name in values and not np.array_equal(values[name], value):
         raise _invalid(
-            f"expected one {name}, got {name} {_shown(values[name])} and {alias} "
+            f"expected one {name}, got {name} {_shown(values[name])} and {source} "
             f"{_shown(value)}; send one of them"
         )
     values[name] = value

@@ -144,7 +144,6 @@ def server_command(files: ServerFiles, instance: Instance, repository: Path) -> 
         f"--backend-directory={instance.folder / 'backends'}",
         f"--cache-directory={instance.folder / 'caches'}",
         f"--backend-config=python,shm-region-prefix-name={instance.region_prefix}",
-        "--disable-auto-complete-config",  # or the model would be imported twice
         "--allow-gpu-metrics=false",
         "--pinned-memory-pool-byte-size=0",
     ]

@@ -136,6 +136,7 @@ class ServerProcess:
                 [
                     *server_command(files, instance, repository),
                     *addresses.options(),
+                    "--disable-auto-complete-config",  # or the model would be imported twice
                     "--model-control-mode=explicit",
                     f"--load-model={MODEL_NAME}",
                     f"--http-restricted-api={restricted}",

@@ -113,6 +113,14 @@ class GlobalPages:
         self.version += 1
         return link
 
+    def unpublish_all(self) -> None:
+        assert self.cache is not None
+        self.cache.clear()
+        free = self._free.hashed_pages()
+        self._free.remove_hashed(free)
+        self._free.push_blank(free)
+        self.version += 1
+
     def _set_held(self, slots: int | Int64Array, num_held: int | Int64Array) -> None:
         self.num_held[slots] = num_held
         self.capacity[slots] = num_held * self.group.page_tokens

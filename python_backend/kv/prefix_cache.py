@@ -160,6 +160,12 @@ class PrefixCache:
             del self._page_of[key]
         self._clear(pages)
 
+    def clear(self) -> None:
+        """Forget all published pages. Serial numbers go on: what was published before is never
+        taken for the beginning of what comes."""
+        self._page_of.clear()
+        self._clear(np.arange(len(self._serial), dtype=np.int32))
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless keys, pages and serials describe one and the same set."""
         pages = np.fromiter(self._page_of.values(), dtype=np.int32, count=len(self._page_of))

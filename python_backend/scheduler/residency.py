@@ -119,6 +119,11 @@ class Residency:
         blocks = tracked.blocks(stop, self._page_tokens)
         tracked.link = self.global_pages.publish(slot, tracked.chain, blocks, start, tracked.link)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every published page; pages that are held stay with their slots."""
+        if self.cache is not None:
+            self.global_pages.unpublish_all()
+
     def leave(self, slot: int) -> None:
         self.global_pages.release(slot)
         self.window_pages.release(slot)

@@ -1,11 +1,11 @@
 """Continuous batching with chunked prefill over two paged pools.
 
 Order of a step: every decoding request runs its last token, then drafts are verified behind some of
-them, then prefill chunks of running requests, first come first served, then admissions, as far as
-the token budget goes. A request is admitted when the whole sequence that it knows fits now, and
-gets all those global pages at once; so only decoding can run out of pages, and then the request
-admitted last is preempted by recompute. The oldest request is never preempted, so everything that
-was admitted ends.
+them, then prefill chunks of running requests, first come first served, then admissions by priority
+and arrival, as far as the token budget goes. A request is admitted when the whole sequence that it
+knows fits now, and gets all those global pages at once; so only decoding can run out of pages, and
+then the request of the lowest priority, admitted last, is preempted by recompute. The oldest of the
+highest priority never is, so something always ends; of one priority, everything does.
 
 Drafts take from nobody: no page that a token needs, and at most half of the budget that prompts
 wait for. Lengths are committed ones everywhere: rejected drafts are in no count, no hash and no
@@ -17,7 +17,6 @@ Not thread-safe and knows no executor: `schedule` gives a plan, `commit` or `fai
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,6 +32,7 @@ from python_backend.scheduler.residency import Admission, Residency
 from python_backend.scheduler.slots import NEVER, SlotTable
 from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
+from python_backend.scheduler.waiting import WaitingQueue
 from python_backend.settings import CoreLimits
 from python_backend.step_plan import Beginning, DraftBlocks, PromptPiece, StepPlan, StepResult
 
@@ -85,9 +85,8 @@ class Scheduler:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Slots are int64 here: numpy indexes with them three times faster than with int32.
         self._running: Int64Array = np.empty(0, dtype=np.int64)  # in order of admission
-        self._waiting: OrderedDict[TrackedRequest, None] = OrderedDict()
+        self._waiting = WaitingQueue()
         self._judging = Judging(limits.max_judged_rows)
-        self.num_waiting_tokens = 0  # prompts and outputs that may come, of the queue
         self._blocked_at = -1  # pool version at which the head of the queue did not fit
         self._in_flight: _StepInFlight | None = None
 
@@ -98,6 +97,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._waiting.num_tokens
 
     @property
     def num_prefilling(self) -> int:
@@ -120,15 +123,17 @@ class Scheduler:
         return TrackedRequest(request, self.residency.new_chain(request), self.clock())
 
     def add(self, tracked: TrackedRequest) -> None:
-        """Queue a new request behind all others."""
-        self._enqueue(tracked)
+        """Queue a new request behind all others of its priority."""
+        self._waiting.add(tracked)
+        if self._waiting.head is tracked:
+            self._blocked_at = -1
         self.statistics.num_prompt_tokens += tracked.num_prompt_tokens
 
     def remove(self, tracked: TrackedRequest) -> None:
         """Take a request out, wherever it is; its pages are free at once. Not during a step."""
         assert self._in_flight is None
         if tracked.slot == NO_SLOT:
-            self._dequeue(tracked)
+            self._waiting.remove(tracked)
             self._blocked_at = -1
         else:
             self._vacate(tracked.slot)
@@ -213,6 +218,13 @@ class Scheduler:
         self.statistics.num_failed_steps += 1
         return [self._vacate(slot) for slot in slots.tolist()]
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all published pages. Who runs keeps its pages and publishes no more of them: what
+        they continue is no longer there. Not during a step."""
+        assert self._in_flight is None
+        self.residency.reset_prefix_cache()
+        self._slots.next_publish[self._running] = NEVER
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pools, tables and prefix cache agree."""
         self.residency.check_integrity()
@@ -237,7 +249,7 @@ class Scheduler:
                 if missing.sum() <= pages.num_free:
                     pages.extend(slots, missing)
                     return preempted
-            self._preempt(int(self._running[-1]))
+            self._preempt(self._victim())
             preempted = True
 
     def _running_rows(self) -> _Rows:
@@ -279,19 +291,14 @@ class Scheduler:
         tracked: TrackedRequest = self._slots.requests[slot]
         return Beginning(slot, tracked.request, tracked.tokens[: tracked.num_tokens])
 
+    def _victim(self) -> int:
+        """The slot of the lowest priority, of several the one admitted last."""
+        priority = self._slots.priority[self._running]
+        return int(self._running[np.flatnonzero(priority == priority.max())[-1]])
+
     def _preempt(self, slot: int) -> None:
-        tracked = self._vacate(slot)
-        self._enqueue(tracked)
-        self._waiting.move_to_end(tracked, last=False)
+        self._waiting.add(self._vacate(slot))
         self.statistics.num_preemptions += 1
-
-    def _enqueue(self, tracked: TrackedRequest) -> None:
-        self._waiting[tracked] = None
-        self.num_waiting_tokens += tracked.token_limit
-
-    def _dequeue(self, tracked: TrackedRequest) -> None:
-        del self._waiting[tracked]
-        self.num_waiting_tokens -= tracked.token_limit
 
     # -- admission -------------------------------------------------------------------------------
 
@@ -300,11 +307,11 @@ class Scheduler:
         counts: list[int] = []
         to_judge = self._judging.room(rows.slots, rows.counts)
         while budget and self._waiting and self._free_slots:
-            tracked = next(iter(self._waiting))
+            tracked = self._waiting.head
             admission = self._plan_admission(tracked)
             if admission is None:
                 break
-            self._dequeue(tracked)
+            self._waiting.remove(tracked)
             self._start(tracked, admission)
             count = min(tracked.num_tokens - admission.replay.replay_start, budget)
             if tracked.is_judging:
@@ -344,7 +351,8 @@ class Scheduler:
         if not tracked.num_admissions:
             tracked.cached_tokens = replay.hit
             self.statistics.num_cached_tokens += replay.hit
-            self.statistics.num_prefix_queries += tracked.num_prompt_tokens if publishes else 0
+            if publishes and not tracked.wants_prompt_judged:
+                self.statistics.num_prefix_queries += tracked.num_prompt_tokens
             tracked.moments.scheduled = self.clock()
         tracked.num_admissions += 1
         self._judging.add(slot, tracked)

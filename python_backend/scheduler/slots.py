@@ -56,6 +56,7 @@ class SlotTable:
         self.num_computed = zeros()
         self.num_processed = zeros()
         self.num_drafts = zeros()
+        self.priority = zeros()
         self.speculates: BoolArray = np.zeros(num_slots, dtype=bool)
         self.next_publish = zeros()  # num_computed at which a further block can be published
         self.encoder_floor = zeros()
@@ -84,6 +85,7 @@ class SlotTable:
         self.write_floor[slot] = replay.write_floor
         self.fresh[slot] = True
         self.num_drafts[slot] = 0
+        self.priority[slot] = tracked.request.priority
         self.speculates[slot] = tracked.request.speculative
         self.last_token_at[slot] = tracked.moments.last_token
         self.seed[slot] = tracked.request.sampling.seed

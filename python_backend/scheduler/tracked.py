@@ -26,6 +26,7 @@ class TrackedRequest:
     """
 
     __slots__ = (
+        "arrival",
         "cached_tokens",
         "chain",
         "link",
@@ -41,6 +42,7 @@ class TrackedRequest:
 
     def __init__(self, request: Request, chain: BlockChain | None, arrived: float = 0.0) -> None:
         self.request = request
+        self.arrival: int | None = None  # its number, once it is queued
         self.moments = Moments(arrived)
         self.num_prompt_tokens = self.num_tokens = len(request.input_ids)
         self.tokens: Int32Array = np.empty(self.token_limit, dtype=np.int32)

@@ -240,6 +240,7 @@ def test_a_failed_step_ends_only_its_own_requests() -> None:
         FinishReason.STOP: 0,
         FinishReason.LENGTH: 1,
         FinishReason.CANCELLED: 0,
+        FinishReason.TIMEOUT: 0,
         FinishReason.ERROR: 2,
     }
 

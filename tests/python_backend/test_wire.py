@@ -16,6 +16,7 @@ from python_backend import wire
 from python_backend.generation.defaults import DefaultsError, generation_defaults
 from python_backend.generation.options import GenerationOptions, Shown
 from python_backend.request import RequestError, SamplingParams
+from python_backend.tensors import INPUTS, OUTPUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "model_repository/deepseek_v41/config.pbtxt"
@@ -24,7 +25,7 @@ CONFIG = ROOT / "model_repository/deepseek_v41/config.pbtxt"
 def tensors(**values: Any) -> dict[str, np.ndarray]:
     """Values as [1, n] arrays of the right type, the prompt 1 2 3 unless another is given."""
     dtypes = {"STRING": object, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32}
-    kinds = {tensor.name: tensor.kind for tensor in wire.INPUTS}
+    kinds = {tensor.name: tensor.kind for tensor in INPUTS}
     if "text_input" not in values:
         values = {"input_ids": [1, 2, 3]} | values
     return {
@@ -45,7 +46,7 @@ def refusal(inputs: dict[str, np.ndarray], **parameters: Any) -> str:
 def test_the_tables_are_those_of_config_pbtxt() -> None:
     config = text_format.Parse(CONFIG.read_text(), model_config_pb2.ModelConfig())
     kinds = model_config_pb2.DataType.Name
-    for ours, theirs in ((wire.INPUTS, config.input), (wire.OUTPUTS, config.output)):
+    for ours, theirs in ((INPUTS, config.input), (OUTPUTS, config.output)):
         assert [(t.name, f"TYPE_{t.kind}", [t.size]) for t in ours] == [
             (t.name, kinds(t.data_type), list(t.dims)) for t in theirs
         ]
@@ -112,6 +113,38 @@ def test_echo_shows_of_the_prompt_what_is_shown_of_the_answer() -> None:
         assert request.shown.prompt is shows
         assert request.options.sampling.prompt_logprobs == number
         assert request.shown.prompt_log_probs is (number is not None)
+
+
+def test_what_a_router_says_about_a_request() -> None:
+    """As inputs or as parameters of the request, which may repeat each other."""
+    sent = {"priority": -3, "timeout": 2_500_000, "session_id": "s é", "cache_salt": "é"}
+    as_inputs = {k: v.encode() if isinstance(v, str) else v for k, v in sent.items()}
+    for request in (
+        wire.read_request(tensors(**as_inputs), {}),
+        wire.read_request(tensors(), sent),
+        wire.read_request(tensors(**as_inputs), sent),
+    ):
+        assert (request.priority, request.timeout) == (-3, 2.5)
+        assert (request.session_id, request.cache_salt) == ("s é", "é".encode())
+    plain = wire.read_request(tensors(timeout=0), {})
+    assert (plain.priority, plain.timeout, plain.session_id, plain.cache_salt) == (0, None, "", b"")
+    wrong = "expected the parameter"
+    assert f"{wrong} priority as INT32, got 1.5" in refusal(tensors(), priority=1.5)
+    assert f"{wrong} priority as INT32, got True" in refusal(tensors(), priority=True)
+    assert f"{wrong} priority as INT32, got {2**31}" in refusal(tensors(), priority=2**31)
+    assert f"{wrong} timeout as UINT64, got -1" in refusal(tensors(), timeout=-1)
+    assert f"{wrong} cache_salt as STRING, got 7" in refusal(tensors(), cache_salt=7)
+    assert "and the parameter priority 2; send one" in refusal(tensors(priority=1), priority=2)
+    assert "cache_salt of at most 256 char" in refusal(tensors(cache_salt=b"x" * 257))
+
+
+def test_an_order_of_an_operator_stands_alone() -> None:
+    order = np.array([[b"reset_prefix_cache"]], dtype=object)
+    assert wire.read_control({"control": order}) == "reset_prefix_cache"
+    assert wire.read_control(tensors()) is None
+    for inputs in ({"control": order} | tensors(), {"control": np.array([[b"x"]], dtype=object)}):
+        with pytest.raises(RequestError, match=r"expected control reset_prefix_cache and no other"):
+            wire.read_control(inputs)
 
 
 def test_words_become_tokens() -> None:

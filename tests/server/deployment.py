@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
-from python_backend import wire
+from python_backend.tensors import INPUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "vectors" / "tiny"
@@ -35,7 +35,7 @@ MODEL = "deepseek_v41"
 STUB = "triton_python_backend_stub"
 START_SECONDS = 120.0
 STOP_SECONDS = 45.0
-DATATYPES = {t.name: "BYTES" if t.kind == "STRING" else t.kind for t in wire.INPUTS}
+DATATYPES = {t.name: "BYTES" if t.kind == "STRING" else t.kind for t in INPUTS}
 DTYPES = {"BOOL": np.bool_, "UINT64": np.uint64, "FP32": np.float32, "INT32": np.int32}
 
 
@@ -200,8 +200,14 @@ class Deployment:
         with EventStream(self.http, values) as events:
             yield from events
 
-    def stream(self, request_id: str = "", **values: Any) -> GrpcStream:
-        return GrpcStream(self.grpc, request_id, values)
+    def stream(
+        self,
+        request_id: str = "",
+        *,
+        parameters: Mapping[str, int | str] | None = None,
+        **values: Any,
+    ) -> GrpcStream:
+        return GrpcStream(self.grpc, request_id, values, parameters or {})
 
 
 class EventStream:
@@ -229,8 +235,19 @@ class EventStream:
 class GrpcStream:
     """One ModelStreamInfer call: outputs by name as they come, RefusedError for an error."""
 
-    def __init__(self, port: int, request_id: str, values: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        port: int,
+        request_id: str,
+        values: dict[str, Any],
+        parameters: Mapping[str, int | str],
+    ) -> None:
         request = service_pb2.ModelInferRequest(model_name=MODEL, id=request_id)
+        for name, value in parameters.items():
+            if isinstance(value, int):
+                request.parameters[name].int64_param = value
+            else:
+                request.parameters[name].string_param = value
         for name, value in values.items():
             add_tensor(request, name, value)
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")

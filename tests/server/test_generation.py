@@ -6,6 +6,7 @@ Expected tokens are the golden ones: what a rule forbids or favours follows from
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,52 @@ def test_echo_with_log_probabilities_of_the_prompt(server: Deployment, engine: P
     other = next(chunk for chunk in others if chunk["sequence_index"] == 1)
     assert other["text_output"].startswith(text)
     assert not PROMPT_LOG_PROBS & set(both(server, **asked | {"echo": False}))
+
+
+def test_a_deadline_ends_a_request_and_frees_its_pages(server: Deployment) -> None:
+    """As an input, and as gRPC's own parameter, which the Triton server knows."""
+    endless = golden(max_tokens=480, stream=True)
+    for values, parameters in (({"timeout": 300_000}, {}), ({}, {"timeout": 300_000})):
+        started = time.monotonic()
+        with pytest.raises(RefusedError, match=r"\[deadline_exceeded\] .*timeout of 0.3 s"):
+            list(server.stream("late", parameters=parameters, **endless, **values))
+        assert time.monotonic() - started < 1.0
+        assert server.seconds_until_empty(1.0) < 1.0
+    assert server.events("request_finished")[-1]["finish_reason"] == "timeout"
+    enough = server.generate(**golden(max_tokens=3, timeout=30_000_000))
+    assert enough["output_ids"] == REPLAYED[:3]
+
+
+def test_salts_isolate_prefixes_and_a_reset_forgets_them(server: Deployment) -> None:
+    asked = {"input_ids": GOLDEN["tokens"].tolist(), "max_tokens": 1, "end_id": -1}
+    assert server.generate(control="reset_prefix_cache")["finish_reason"] == "stop"
+
+    def cached(**values: Any) -> int:
+        hit: int = server.generate(**asked, **values)["cached_tokens"]
+        return hit
+
+    assert [cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 32, 0]
+    assert [cached(), cached(), cached(cache_salt="b")] == [0, 32, 32]
+    (only,) = list(server.stream(parameters={"cache_salt": "a"}, **asked))
+    assert only["cached_tokens"] == [32]
+    (told,) = list(server.stream(control="reset_prefix_cache"))
+    assert (told["text_output"], told["output_ids"], told["finish_reason"]) == ("", [], "stop")
+    assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
+    with pytest.raises(RefusedError, match=r"expected control reset_prefix_cache and no other"):
+        server.generate(control="reset_prefix_cache", **asked)
+
+
+def test_what_a_router_says_is_accepted_and_logged(server: Deployment) -> None:
+    asked = golden(max_tokens=1)
+    server.generate(**asked, session_id="a session", priority=-1)
+    list(server.stream(parameters={"session_id": "another", "priority": 3}, **asked))
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        sessions = [event["session_id"] for event in server.events("request_finished")[-2:]]
+        if sessions == ["a session", "another"]:
+            return
+        time.sleep(0.05)
+    raise AssertionError(sessions)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from google.protobuf.text_format import Parse
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from tests.server.deployment import (
     GOLDEN,
@@ -108,16 +111,16 @@ def test_paths_with_spaces_a_yaml_file_and_a_model_process_that_dies(
 
 @pytest.fixture
 def plain(engine: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """scripts/run_triton.sh on a copied repository whose engine_dir was filled in by hand."""
+    """scripts/run_triton.sh on a repository written by hand: the model completes config.pbtxt."""
     repository = tmp_path / "model repository"
     model = repository / "deepseek_v41"
     (model / "1").mkdir(parents=True)
     source = ROOT / "model_repository" / "deepseek_v41"
     (model / "1" / "model.py").write_text((source / "1" / "model.py").read_text())
-    text = (source / "config.pbtxt").read_text()
-    assert text.count('value: { string_value: "" }') == 1
-    text = text.replace('string_value: ""', f'string_value: "{engine}"')
-    (model / "config.pbtxt").write_text(text)
+    (model / "config.pbtxt").write_text(
+        'backend: "python" instance_group [ { kind: KIND_CPU } ] '
+        f'parameters [ {{ key: "engine_dir" value: {{ string_value: "{engine}" }} }} ]'
+    )
     http, grpc, metrics = free_ports(3)
     ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     with (tmp_path / "log").open("wb") as log:
@@ -154,6 +157,15 @@ def test_the_plain_server_and_what_it_leaves_when_it_dies(
         http, "/v2/models/deepseek_v41/generate", {"input_ids": PROMPT, "max_tokens": 1}
     )
     assert (status, b'"num_output_tokens":1' in body) == (200, True)
+    told = json.loads(get(http, "/v2/models/deepseek_v41/config")[1])
+    whole = Parse((ROOT / "model_repository/deepseek_v41/config.pbtxt").read_text(), ModelConfig())
+    assert [(i["name"], i["data_type"], i["optional"]) for i in told["input"]] == [
+        (i.name, DataType.Name(i.data_type), i.optional) for i in whole.input
+    ]
+    assert [(o["name"], o["dims"]) for o in told["output"]] == [
+        (o.name, list(o.dims)) for o in whole.output
+    ]
+    assert told["max_batch_size"] == whole.max_batch_size
     (stub,) = [c for c in psutil.Process(process.pid).children() if STUB in c.cmdline()[0]]
     region = region_of(stub)
     foreign = Path("/dev/shm/dsv41-not-a-servers-region")
