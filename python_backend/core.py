@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from python_backend.drafting.verification import check_drafts
 from python_backend.kv.groups import IntegrityError
+from python_backend.kv.listener import CacheListener
 from python_backend.request import Delta, FinishReason, LogProbs, Request, RequestError
 from python_backend.scheduler.scheduler import Scheduler, StepOutcome
 from python_backend.scheduler.statistics import Statistics
@@ -54,18 +55,20 @@ Message = TrackedRequest | _Cancellation | _Reset | None
 
 
 class EngineCore:
-    """Serves requests on one executor. `limits` must be those that the executor's memory has."""
+    """Serves requests on one executor. `limits` must be those that the executor's memory has.
+    `listener` hears of the prefix cache."""
 
     def __init__(
         self,
         executor: Executor,
         limits: CoreLimits,
         clock: Callable[[], float] = time.monotonic,
+        listener: CacheListener | None = None,
     ) -> None:
         self._executor = executor
         self._limits = limits
         self._clock = clock
-        self._scheduler = Scheduler(limits, clock)
+        self._scheduler = Scheduler(limits, clock, listener)
         self._live: dict[str, TrackedRequest] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._door = threading.Lock()  # between the last look into the inbox and closing it

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -42,6 +42,9 @@ from python_backend.request import Delta, Request, SamplingParams
 from python_backend.scheduler.slots import MAX_END_IDS
 from python_backend.settings import CoreLimits, ServeSettings, SettingsError
 from python_backend.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from python_backend.kv_events import KvEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +172,7 @@ class ServedModel:
     text: TextTokenizer | None
     end_ids: frozenset[int]
     defaults: Defaults = NO_DEFAULTS
+    events: KvEventPublisher | None = None
 
     @staticmethod
     def open(
@@ -177,13 +181,20 @@ class ServedModel:
         """Read the engine and make the pools. Raises what `check` raises, and CheckpointError:
         each a ValueError with one sentence."""
         checked = check(engine_dir, options)  # before minutes of loading
+        events = _kv_events(checked.settings.kv_events)
         make_executor = _load(checked, on_progress)
         limits = checked.limits()
         pools = checked.pools(limits)
         on_progress("making cache pools", 1.0)
-        core = EngineCore(make_executor(pools, limits), limits)
+        core = EngineCore(make_executor(pools, limits), limits, listener=events)
         return ServedModel(
-            checked.engine.config, limits, core, checked.text, checked.end_ids, checked.defaults
+            checked.engine.config,
+            limits,
+            core,
+            checked.text,
+            checked.end_ids,
+            checked.defaults,
+            events,
         )
 
     def start(self) -> None:
@@ -222,6 +233,8 @@ class ServedModel:
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
             logger.error("the core's thread did not end in %s seconds", STOP_SECONDS)
+        if self.events is not None:
+            self.events.close()
 
     def _run(self) -> None:
         try:
@@ -256,6 +269,25 @@ def _load(
         return made
 
     return executor
+
+
+def _kv_events(endpoint: str | None) -> KvEventPublisher | None:
+    if endpoint is None:
+        return None
+    try:
+        from python_backend.kv_events import KvEventPublisher
+    except ImportError as error:
+        raise SettingsError(
+            f"expected the package {error.name} for kv_events, found none; install the extra "
+            "kv-events, or leave the setting out"
+        ) from None
+    try:
+        return KvEventPublisher(endpoint)
+    except OSError as error:
+        raise SettingsError(
+            "expected kv_events to be a ZeroMQ endpoint that can be bound, such as "
+            f"tcp://127.0.0.1:5557 or ipc:///run/kv-events, got {endpoint!r}: {error.strerror}"
+        ) from None
 
 
 def _share_of(total: int, stage: str, on_progress: OnProgress) -> Callable[[int], None]:

@@ -118,6 +118,7 @@ class ServeSettings:
     speculative: bool = False  # draft tokens with the model's DSpark stages and verify them
     max_queued_requests: int = DEFAULT_QUEUED_REQUESTS  # that wait; more are refused
     max_queued_tokens: int = DEFAULT_QUEUED_TOKENS  # theirs, prompts and max_tokens together
+    kv_events: str | None = None  # a ZeroMQ endpoint for events of the prefix cache
     num_speculative_tokens: int | None = None  # verified at most a step; None: a whole block
     speculative_threshold: float = DEFAULT_SURVIVAL  # least P(accepted) of a draft to verify
 

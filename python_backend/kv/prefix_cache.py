@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from python_backend.kv.block_hash import BlockChain, random_seed
 from python_backend.kv.groups import CacheGroup, IntegrityError
+from python_backend.kv.listener import CacheListener
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -57,13 +58,21 @@ class Publication(NamedTuple):
 class PrefixCache:
     """Published blocks of `num_pages` pages. Refuses a group of private (replayable) state."""
 
-    def __init__(self, num_pages: int, group: CacheGroup, *, seed: bytes | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        group: CacheGroup,
+        *,
+        seed: bytes | None = None,
+        listener: CacheListener | None = None,
+    ) -> None:
         if group.replayable:
             raise ValueError(
                 f"expected a group of shared state to cache, got the replayable group "
                 f"{group.name!r}; private state is rebuilt, never published"
             )
         self._seed = random_seed() if seed is None else seed
+        self._listener = listener
         self._page_of: dict[bytes, int] = {}
         self._keys = np.full(num_pages, None, dtype=object)
         self._serial = np.zeros(num_pages, dtype=np.int64)  # 0: not published
@@ -138,6 +147,8 @@ class PrefixCache:
         others = np.flatnonzero(holders != pages)
         displaced = holders[others]
         if len(others):
+            if self._listener is not None:
+                self._listener.removed(self._keys[displaced].tolist())
             self._clear(displaced)
             for i in others.tolist():
                 self._page_of[keys[i]] = int(pages[i])
@@ -148,6 +159,9 @@ class PrefixCache:
         self._parent[pages[0]] = link.serial
         self._parent[pages[1:]] = serials[:-1]
         self._keys[pages] = keys
+        if self._listener is not None:
+            parent_key = self._keys[link.page] if link.serial else None
+            self._listener.stored(keys, parent_key, tokens)
         self._token_pairs[pages] = tokens.view(np.int64)
         self._successor[link.page] = pages[0]
         self._successor[pages[:-1]] = pages[1:]
@@ -156,14 +170,19 @@ class PrefixCache:
 
     def drop(self, pages: Int32Array) -> None:
         """Forget published pages because they are handed out again."""
-        for key in self._keys[pages].tolist():
+        keys = self._keys[pages].tolist()
+        for key in keys:
             del self._page_of[key]
+        if self._listener is not None:
+            self._listener.removed(keys)
         self._clear(pages)
 
     def clear(self) -> None:
         """Forget all published pages. Serial numbers go on: what was published before is never
         taken for the beginning of what comes."""
         self._page_of.clear()
+        if self._listener is not None:
+            self._listener.cleared()
         self._clear(np.arange(len(self._serial), dtype=np.int32))
 
     def check_integrity(self) -> None:

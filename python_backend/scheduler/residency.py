@@ -14,6 +14,7 @@ import numpy.typing as npt
 from python_backend.kv.block_hash import BlockChain
 from python_backend.kv.global_pool import GlobalPages
 from python_backend.kv.groups import CacheGroup
+from python_backend.kv.listener import CacheListener
 from python_backend.kv.prefix_cache import ROOT, ChainLink, PrefixCache
 from python_backend.kv.window_pool import WindowPages
 from python_backend.replay import ReplayPlan, longest_hit, plan_replay
@@ -44,14 +45,16 @@ class Admission(NamedTuple):
 class Residency:
     """The pools, tables and prefix cache of one core."""
 
-    def __init__(self, limits: CoreLimits) -> None:
+    def __init__(self, limits: CoreLimits, listener: CacheListener | None = None) -> None:
         self._limits = limits
         self._page_tokens = limits.global_page_tokens
         self._untrimmed = replace(limits.replay, decoder_tail=None)
         shared = CacheGroup("global", limits.global_page_tokens, replayable=False)
         private = CacheGroup("window", limits.window_page_tokens, replayable=True)
         num_slots = limits.max_batch_size
-        self.cache = PrefixCache(limits.num_global_pages, shared) if limits.prefix_cache else None
+        self.cache: PrefixCache | None = None
+        if limits.prefix_cache:
+            self.cache = PrefixCache(limits.num_global_pages, shared, listener=listener)
         self.global_pages = GlobalPages(
             group=shared,
             num_pages=limits.num_global_pages,

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from python_backend.drafting.rule import DraftRule, granted
+from python_backend.drafting.rule import granted
+from python_backend.kv.listener import CacheListener
 from python_backend.metrics.latency import Latencies
 from python_backend.request import FinishReason, LogProbs, Request
 from python_backend.scheduler.checks import check_request
@@ -34,7 +35,7 @@ from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
 from python_backend.scheduler.waiting import WaitingQueue
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import Beginning, DraftBlocks, PromptPiece, StepPlan, StepResult
+from python_backend.step_plan import Beginning, PromptPiece, StepPlan, StepResult
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -71,7 +72,12 @@ class _StepInFlight(NamedTuple):
 class Scheduler:
     """Owns the queue and the slots of one core; `residency` owns its pages."""
 
-    def __init__(self, limits: CoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: CoreLimits,
+        clock: Callable[[], float] = time.monotonic,
+        listener: CacheListener | None = None,
+    ) -> None:
         self.limits = limits
         self.clock = clock
         self.statistics = Statistics(
@@ -79,7 +85,7 @@ class Scheduler:
             num_accepted=np.zeros(limits.most_drafts, dtype=np.int64),
             latencies=Latencies(limits.max_seq_len),
         )
-        self.residency = Residency(limits)
+        self.residency = Residency(limits, listener)
         num_slots = limits.max_batch_size
         self._slots = SlotTable(num_slots, limits.history_width, limits.most_drafts)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -199,7 +205,7 @@ class Scheduler:
         for slot in slots[processed >= table.next_publish[slots]].tolist():
             self._publish(slot)
         if self.limits.draft is not None:
-            self._propose(sampled, wants_logits, result.drafts, self.limits.draft)
+            table.propose(sampled, wants_logits, result.drafts, self.limits.draft)
 
         judged = self._judging.book(slots, pieces, result.prompt_logprobs)
         requests: list[TrackedRequest] = table.requests[sampled].tolist()
@@ -359,21 +365,6 @@ class Scheduler:
         self.statistics.num_dropped_short_hits += admission.dropped_hit
 
     # -- after a step ----------------------------------------------------------------------------
-
-    def _propose(
-        self,
-        slots: Int64Array,
-        wants_logits: BoolArray,
-        drafts: DraftBlocks | None,
-        rule: DraftRule,
-    ) -> None:
-        """Keep what is worth verifying of the blocks behind the newest tokens."""
-        if drafts is None:
-            self._slots.num_drafts[slots] = 0
-            return
-        tokens, confidence = drafts.tokens[wants_logits], drafts.confidence[wants_logits]
-        lengths = rule.lengths(confidence, self._slots.draft_room(slots))
-        self._slots.propose(slots, tokens, lengths)
 
     def _publish(self, slot: int) -> None:
         """Publish the slot's blocks that became full; all their tokens are final and written."""

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import StepArrays
+from python_backend.drafting.rule import DraftRule
 from python_backend.replay import ReplayPlan
 from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
-from python_backend.step_plan import SamplingArrays
+from python_backend.step_plan import DraftBlocks, SamplingArrays
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -136,8 +137,16 @@ class SlotTable:
         self._set_num_tokens(slots, start + counts)
         return Appended(appended, counts, appended[np.arange(len(slots)), counts - 1])
 
-    def propose(self, slots: Int64Array, drafts: Int32Array, num_drafts: Int64Array) -> None:
-        """Put the first num_drafts[i] of drafts [n, block] behind the tokens of each slot."""
+    def propose(
+        self, slots: Int64Array, rows: BoolArray, blocks: DraftBlocks | None, rule: DraftRule
+    ) -> None:
+        """Put what is worth verifying of the blocks [R, block] at `rows` behind the newest tokens
+        of the slots."""
+        if blocks is None:
+            self.num_drafts[slots] = 0
+            return
+        drafts = blocks.tokens[rows]
+        num_drafts = rule.lengths(blocks.confidence[rows], self.draft_room(slots))
         at = self.num_tokens[slots][:, None] + np.arange(drafts.shape[1])
         cells = self._ring_start[slots][:, None] + (at & (RING_TOKENS - 1))
         proposed = np.arange(drafts.shape[1]) < num_drafts[:, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import Driver, Stream, finish, limits, new_core, serve, tokens
 
@@ -82,6 +82,7 @@ def test_the_lowest_priority_is_preempted() -> None:
         assert head.request.request_id == victim
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=40))
 def test_the_queue_is_a_sorted_list(steps: list[tuple[int, bool]]) -> None:
     """Against a list that is sorted anew each time; a request that was taken may come back."""
