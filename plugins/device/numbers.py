@@ -112,3 +112,30 @@ def ceil_scale_byte(amax_bits, limit_bits: tl.constexpr):
 def e8m0_inverse(byte):
     """2^(127 − byte), exact for the bytes that finite float32 groups get."""
     return ((254 - tl.minimum(byte, 253)) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mxfp8_quotient(values, FLOAT8: tl.constexpr):
+    """float32 groups [..., 32] in steps of their scale, rounded to E4M3 values in float32, and
+    int32 scale bytes [..., 1], with the activation's amax floor: the numbers of
+    plugins/formats/mxfp8.py, but −0 may become +0. FLOAT8: by the device's own conversion."""
+    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.maximum(tl.max(magnitude, axis=len(values.shape) - 1, keep_dims=True), 0x38D1B717)
+    byte = ceil_scale_byte(amax, 0x43E00000)  # above: 1e-4, here: 448
+    quotient = values * e8m0_inverse(byte)
+    if FLOAT8:
+        rounded = quotient.to(tl.float8e4nv).to(tl.float32)
+    else:
+        exponent = quotient.to(tl.int32, bitcast=True) & 0x7F800000
+        # Adding 1.5 · 2^20 times a value's power of two leaves it three bits after the first.
+        anchor = tl.maximum(exponent, 121 << 23) + 0x0A400000
+        anchor = anchor.to(tl.float32, bitcast=True)
+        rounded = quotient + anchor - anchor
+    return rounded, byte
+
+
+@triton.jit
+def mxfp8_round(values, FLOAT8: tl.constexpr):
+    """mxfp8_quotient times its scale: NaN throughout a group that is not finite."""
+    quotient, byte = mxfp8_quotient(values, FLOAT8)
+    return quotient * e8m0_scale(byte)

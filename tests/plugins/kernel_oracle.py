@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import types
 
@@ -10,6 +11,7 @@ import torch
 
 from plugins.formats.records import RecordLayout
 from plugins.formats.rows import PackedRows, RowStore, ValueRows
+from plugins.linear import LinearWeight, PackedLinearWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -49,8 +51,23 @@ def moved(operands: dict) -> dict:
     return {
         name: ValueRows(x.values.to(DEVICE), x.layout)
         if isinstance(x, ValueRows)
+        else moved_weight(x)
+        if isinstance(x, LinearWeight)
         else x.to(DEVICE)
         if isinstance(x, torch.Tensor)
         else x
         for name, x in operands.items()
     }
+
+
+def moved_weight(weight: LinearWeight) -> LinearWeight:
+    """The weight on the device that the kernels run on."""
+    if not isinstance(weight, PackedLinearWeight):
+        return LinearWeight(weight.value.to(DEVICE), weight.quantized_input)
+    packed = weight.packed
+    tensors = {
+        name: None if x is None else x.to(DEVICE)
+        for name in ("codes", "scale", "global_scale")
+        for x in [getattr(packed, name)]
+    }
+    return PackedLinearWeight(dataclasses.replace(packed, **tensors), weight.quantized_input)

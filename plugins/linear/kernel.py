@@ -1,0 +1,261 @@
+"""Linear layers over packed weights in the Triton language; docs/kernels/linear.md has their floor.
+
+A program decodes a tile of the weight as it streams by and multiplies it with a few rows, so that
+few rows cost what reading the stored bytes costs. Many rows are the library's work: then the weight
+is decoded once. Values are the reference's; only the order of additions differs.
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, padded, unit_stride
+from plugins.device.numbers import mxfp8_round
+from plugins.device.weights import FP8_BLOCKS, MXFP8, DeviceWeight, device_weight, load_weight
+from plugins.linear.kernel_float8 import INNER as FLOAT8_INNER
+from plugins.linear.kernel_float8 import pack_rows, product_float8
+from plugins.linear.weight import LinearWeight, PackedLinearWeight
+from plugins.registry import OPERATORS
+
+# From so many rows on a weight is decoded once and multiplied by the library.
+DECODED_ROWS = 512
+# Up to so many rows a released FP8 weight is multiplied as it is; more rows would spend longer on
+# scaling sums than on decoding the weight to bfloat16.
+_FLOAT8_ROWS = 32
+# Programs that fill a device; below that the inner dim is split, down to four steps a part.
+_PROGRAMS = 512
+_LEAST_STEPS = 4
+_SPLIT_ROWS = 64
+_TILE = 1024
+
+
+class Tiles(NamedTuple):
+    """Of one program: outputs, rows, and inner columns a step."""
+
+    outputs: int
+    rows: int
+    inner: int
+    warps: int
+    stages: int
+
+
+def tiles(rows: int, device: Limits, *, wide: bool) -> Tiles:
+    """`wide`: float32 inputs."""
+    row_tile = min(padded(rows), 32 if wide else 128)
+    outputs = 64 if row_tile == 16 or wide else 128
+    inner = 128
+    step = inner * (outputs + row_tile * (4 if wide else 2))
+    # The decoded tile may pass through shared memory too.
+    room = device.shared_memory - inner * outputs * (4 if wide else 2)
+    stages = max(2, min(4, room // step))
+    return Tiles(outputs, row_tile, inner, 8 if outputs * row_tile >= 128 * 128 else 4, stages)
+
+
+@triton.jit
+def _round_rows(x, row_stride, rounded, K, TILE: tl.constexpr, FLOAT8: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * TILE
+    column = first + tl.arange(0, TILE // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    there = column < K
+    value = tl.load(x + row * row_stride + column, mask=there, other=0.0).to(tl.float32)
+    value = mxfp8_round(value, FLOAT8)
+    tl.store(rounded + row * K + column, value.to(rounded.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _decode(
+    codes, scale, scale_stride, global_scale, STORED: tl.constexpr, WORDS: tl.constexpr,
+    values, N, K, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FLOAT8: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * COLUMNS
+    tile = load_weight(
+        codes, scale, scale_stride, global_scale, STORED, WORDS,
+        tl.minimum(row, N - 1), first, K, EVEN, COLUMNS, FLOAT8,
+    )  # fmt: skip
+    column = first + tl.arange(0, COLUMNS)
+    at = row[:, None].to(tl.int64) * K + column[None, :]
+    there = (row < N)[:, None] & (column < K)[None, :]
+    tl.store(values + at, tile.to(values.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _product(
+    x, row_stride,
+    codes, scale, scale_stride, global_scale, STORED: tl.constexpr, WORDS: tl.constexpr,
+    y, num_rows, N, K, chunk, GROUPS: tl.constexpr, SPLIT: tl.constexpr,
+    EVEN: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    FLOAT8: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """N outputs of every group from K inputs of its own, for ROWS rows; with SPLIT one part of the
+    sum over `chunk` inputs."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    per_group = tl.cdiv(N, OUTPUTS)
+    group, part = tl.program_id(1) // per_group, tl.program_id(2)
+    output = tl.program_id(1) % per_group * OUTPUTS + tl.arange(0, OUTPUTS)
+    # What lies beyond the rows and outputs repeats the last one, and is not stored.
+    weight_row = group * N + tl.minimum(output, N - 1)
+    inner = tl.arange(0, INNER)
+    x_row = tl.minimum(row, num_rows - 1).to(tl.int64) * row_stride + group * K
+    x_at = x + x_row[:, None] + inner[None, :]
+    start, stop = 0, K
+    if SPLIT:
+        start, stop = part * chunk, tl.minimum(part * chunk + chunk, K)
+    products = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for first in range(start, stop, INNER):
+        weight = load_weight(
+            codes, scale, scale_stride, global_scale, STORED, WORDS,
+            weight_row, first, K, EVEN, INNER, FLOAT8,
+        ).to(DOT)  # fmt: skip
+        if EVEN:
+            value = tl.load(x_at + first)
+        else:
+            value = tl.load(x_at + first, mask=(first + inner < K)[None, :], other=0.0)
+        if WIDEN:
+            weight, value = weight.to(tl.float32), value.to(tl.float32)
+        products = tl.dot(weight, tl.trans(value), products, input_precision="tf32x3")
+    at = row[:, None].to(tl.int64) * (GROUPS * N) + group * N + output[None, :]
+    if SPLIT:
+        at += part.to(tl.int64) * num_rows * (GROUPS * N)
+    there = (row < num_rows)[:, None] & (output < N)[None, :]
+    tl.store(y + at, tl.trans(products).to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _join(parts, y, numel, num_parts, TILE: tl.constexpr):
+    """The sum of the parts, first to last."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there = at < numel
+    total = tl.zeros((TILE,), tl.float32)
+    for part in range(num_parts):
+        total += tl.load(parts + part * numel.to(tl.int64) + at, mask=there, other=0.0)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=there)
+
+
+def round_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] float32 or bfloat16, rounded to MXFP8 as the input of a quantised layer is."""
+    rows, width = x.shape
+    if width % 32:
+        raise ValueError(
+            f"expected rows that are a multiple of 32 long, got {width}; MXFP8 scales whole groups"
+        )
+    rounded = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel():
+        x = unit_stride(x)
+        tile = min(_TILE, padded(width, 32))
+        _round_rows[(rows, triton.cdiv(width, tile))](
+            x, x.stride(0), rounded, width, tile, _takes_float8(x)
+        )
+    return rounded
+
+
+def decode(weight: DeviceWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The values [N, K] in float32 or bfloat16, in new memory."""
+    outputs, inner = weight.shape
+    values = torch.empty(weight.shape, dtype=dtype, device=weight.codes.device)
+    columns = min(256, padded(inner, 128))
+    grid = (triton.cdiv(outputs, 32), triton.cdiv(inner, columns))
+    _decode[grid](
+        *weight.arguments(), values, outputs, inner, inner % columns == 0, 32, columns,
+        _takes_float8(values),
+    )  # fmt: skip
+    return values
+
+
+def product(
+    x: torch.Tensor, weight: DeviceWeight, groups: int, *, quantized_input: bool
+) -> torch.Tensor:
+    """x [T, G·K] times the transpose of a weight [G·N, K], group by group: [T, G·N].
+
+    For fewer rows than DECODED_ROWS. Up to 64 rows the sum over K may be cut into parts that
+    another launch adds up, first to last.
+    """
+    rows, inner, outputs = x.shape[0], weight.shape[1], weight.shape[0] // groups
+    wide = x.dtype == torch.float32
+    tile = tiles(rows, limits(x.device), wide=wide)
+    row_tiles, programs = triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs) * groups
+    steps = triton.cdiv(inner, tile.inner)
+    parts = 1
+    while (
+        rows <= _SPLIT_ROWS and programs * parts < _PROGRAMS and steps >= 2 * _LEAST_STEPS * parts
+    ):
+        parts *= 2
+    chunk = triton.cdiv(steps, parts) * tile.inner
+    y = x.new_empty((rows, groups * outputs))
+    sums = y if parts == 1 else x.new_empty((parts, *y.shape), dtype=torch.float32)
+    shape = (rows, outputs, inner, chunk, groups, parts > 1)
+    grid = (row_tiles, programs, parts)
+    if quantized_input and not wide and _multiplies_float8(weight, rows, inner, x):
+        codes, powers = _pack_rows(x)
+        product_float8[grid](
+            codes, powers, weight.codes, weight.scale, weight.scale_stride, weight.stored, sums,
+            *shape, tile.outputs, tile.rows, not INTERPRETED, num_warps=4, num_stages=4,
+        )  # fmt: skip
+    else:
+        x = round_rows(x) if quantized_input else unit_stride(x)
+        _product[grid](
+            x, x.stride(0), *weight.arguments(), sums, *shape, inner % tile.inner == 0,
+            tile.outputs, tile.rows, tile.inner, _takes_float8(x),
+            tl.float32 if wide else tl.bfloat16, INTERPRETED,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    if parts > 1:
+        _join[(triton.cdiv(y.numel(), _TILE),)](sums, y, y.numel(), parts, _TILE)
+    return y
+
+
+def _pack_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] as E4M3 codes uint8 [T, K] and the power of two of each group, float32 [T, K/32]."""
+    rows, width = x.shape
+    x = unit_stride(x)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    powers = torch.empty(rows, width // 32, dtype=torch.float32, device=x.device)
+    tile = min(_TILE, padded(width, 32))
+    pack_rows[(rows, triton.cdiv(width, tile))](
+        x, x.stride(0), codes, powers, width, tile, _takes_float8(x)
+    )
+    return codes, powers
+
+
+def _multiplies_float8(weight: DeviceWeight, rows: int, inner: int, x: torch.Tensor) -> bool:
+    released = weight.stored in (FP8_BLOCKS.value, MXFP8.value) and weight.words
+    small = rows <= _FLOAT8_ROWS and inner % FLOAT8_INNER == 0
+    return released and small and limits(x.device).float8
+
+
+def _takes_float8(x: torch.Tensor) -> bool:
+    return limits(x.device).float8 and not INTERPRETED
+
+
+def packed_weight(weight: LinearWeight) -> DeviceWeight | None:
+    """None for a weight that is kept as values, or that kernels do not decode."""
+    return device_weight(weight.packed) if isinstance(weight, PackedLinearWeight) else None
+
+
+def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """As the reference, whose arguments and result these are.
+
+    Products take bfloat16 operands for bfloat16 inputs and three TF32 products for float32 ones;
+    sums are float32. With float64, a gradient or groups that are not whole the reference runs.
+    """
+    packed = packed_weight(weight)
+    value = weight.value if packed is None else None
+    if needs_reference(x, value) or (weight.quantized_input and x.shape[1] % 32):
+        reference: torch.Tensor = OPERATORS["linear"].reference(x, weight)
+        return reference
+    if packed is not None:
+        if 0 < x.shape[0] < DECODED_ROWS:
+            return product(x, packed, 1, quantized_input=weight.quantized_input)
+        value = decode(packed, x.dtype)
+    assert value is not None
+    if weight.quantized_input:
+        x = round_rows(x)
+    return x @ value.T

@@ -1,0 +1,147 @@
+"""The linear kernels against products in float64 of exactly rounded inputs and decoded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_oracle import DEVICE, load_kernel, moved, moved_weight
+
+from plugins.formats import mxfp8
+from plugins.linear import LinearWeight, PackedFormat
+from plugins.linear.cases import CASES, PACKED_CASES, LinearCase, PackedCase, packed_weight
+from plugins.wo_a.cases import CASES as WO_A_CASES
+from plugins.wo_a.cases import PACKED_CASES as PACKED_WO_A_CASES
+from plugins.wo_a.cases import WoACase
+
+kernel = load_kernel("linear")
+wo_a = load_kernel("wo_a").wo_a
+
+DTYPES = (torch.float32, torch.bfloat16)
+# The interpreter cuts float32 down to bfloat16 instead of rounding.
+HALF = 2.0**-8 if DEVICE == "cuda" else 2.0**-7
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: HALF}
+
+
+def compare(
+    ours: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, share: int = 32
+) -> None:
+    """One rounding of the result, and of sums whose terms partly cancel."""
+    value = weight.double()
+    expected, terms = x @ value.T, x.abs() @ value.T.abs()
+    assert ours.dtype == dtype
+    assert ours.shape == expected.shape
+    error = (ours.double().cpu() - expected).abs()
+    assert (error <= TOLERANCE[dtype] * (expected.abs() + terms / share)).all()
+
+
+def share_of(stored: PackedFormat | None) -> int:
+    """Values of NVFP4 with a global scale are cut by the interpreter too; such errors add up."""
+    return 2 if stored is PackedFormat.NVFP4 and DEVICE == "cpu" else 32
+
+
+def seen(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """What the weight multiplies; the format itself is tested against rational arithmetic."""
+    x = x.double()
+    return mxfp8.ACTIVATION.round(x) if weight.quantized_input else x
+
+
+@pytest.mark.parametrize("case", [*CASES, *PACKED_CASES], ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_the_definition(case: LinearCase | PackedCase, dtype: torch.dtype) -> None:
+    operands = case.operands(dtype)
+    ours = kernel.linear(**moved(operands))
+    weight = operands["weight"]
+    share = share_of(getattr(case, "stored", None))
+    compare(ours, seen(operands["x"], weight), weight.value, dtype, share)
+
+
+@pytest.mark.parametrize("case", [*WO_A_CASES, *PACKED_WO_A_CASES], ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_meet_their_own_weight(case: WoACase, dtype: torch.dtype) -> None:
+    operands = case.operands(dtype)
+    ours = wo_a(**moved(operands)).unflatten(1, (case.groups, case.rank))
+    weight, joined = operands["weight"], operands["o"].flatten(1)
+    x = seen(joined, weight).unflatten(1, (case.groups, joined.shape[1] // case.groups))
+    values = weight.value.unflatten(0, (case.groups, case.rank))
+    for group in range(case.groups):
+        compare(ours[:, group], x[:, group], values[group], dtype, share_of(case.stored))
+
+
+@pytest.mark.parametrize("stored", PackedFormat, ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decoded_values_are_the_references(stored: PackedFormat, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(4)
+    for shape in ((70, 160), (33, 512)):
+        values = (
+            torch.randn(shape, generator=draw) * 10.0 ** torch.arange(shape[0]).sub(35)[:, None]
+        )
+        weight = packed_weight(values, stored, dtype)
+        ours = kernel.decode(kernel.packed_weight(moved_weight(weight)), dtype)
+        # With a global scale a value may need more bits than bfloat16 has.
+        cut = stored is PackedFormat.NVFP4 and dtype == torch.bfloat16 and DEVICE == "cpu"
+        torch.testing.assert_close(ours.cpu(), weight.value, rtol=HALF if cut else 0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inputs_are_rounded_as_the_reference_rounds(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(5)
+    rows = torch.randn(17, 96, generator=draw) * 10.0 ** torch.arange(-32, 36, 4)[:, None]
+    rows[3, 40], rows[4, 70], rows[5, 0] = torch.nan, torch.inf, -torch.inf
+    rows[6, :32] = torch.linspace(-0.02, 0.02, 32)  # ties and subnormals of E4M3
+    rows[7] = torch.arange(96) - 48.0
+    rows = rows.to(dtype)
+    ours = kernel.round_rows(rows.to(DEVICE))
+    expected = mxfp8.ACTIVATION.round(rows)
+    torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "DECODED_ROWS", 0)
+
+
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_LEAST_STEPS", 1)
+
+
+def by_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_FLOAT8_ROWS", 0)
+
+
+@pytest.mark.parametrize("path", [decoded, in_parts, by_bfloat16], ids=lambda f: f.__name__)
+def test_every_path_gives_the_product(
+    path: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path(monkeypatch)
+    operands = PackedCase("", 5, 512, 70, PackedFormat.FP8_BLOCKS).operands(torch.bfloat16)
+    ours = kernel.linear(**moved(operands))
+    weight = operands["weight"]
+    compare(ours, seen(operands["x"], weight), weight.value, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_depends_on_itself_only(dtype: torch.dtype) -> None:
+    """Among up to 16 rows: alone, in another order, beside rows that are not numbers."""
+    operands = moved(PackedCase("", 16, 256, 40, PackedFormat.MXFP8).operands(dtype))
+    x, weight = operands["x"], operands["weight"]
+    whole = kernel.linear(x, weight)
+    for rows in ([5], [15, 0, 5], list(range(9))):
+        assert torch.equal(kernel.linear(x[rows], weight), whole[rows])
+    x[3, 7] = torch.nan
+    poisoned = kernel.linear(x, weight)
+    assert poisoned[3].isnan().all()
+    poisoned[3] = whole[3]
+    assert torch.equal(poisoned, whole)
+
+
+def test_float64_gradients_and_parts_of_groups_run_the_reference() -> None:
+    operands = moved(CASES[1].operands(torch.float64))
+    assert kernel.linear(**operands).dtype == torch.float64
+    operands = moved(CASES[1].operands(torch.float32))
+    operands["x"].requires_grad_()
+    kernel.linear(**operands).sum().backward()
+    assert torch.isfinite(operands["x"].grad).all()
+    weight = LinearWeight(torch.ones(4, 40, device=DEVICE), quantized_input=True)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        kernel.linear(torch.ones(1, 40, device=DEVICE), weight)
