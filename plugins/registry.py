@@ -50,7 +50,7 @@ tracers: list[Callable[..., Any]] = []
 
 
 def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated reference under `schema.name` and dispatch on its first operand."""
+    """Register the decorated reference under `schema.name` and dispatch on its first tensor."""
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
         if schema.name in OPERATORS:
@@ -62,8 +62,9 @@ def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R
             if torch.compiler.is_exporting() and tracers:
                 node: R = tracers[0](schema.name, *args, **kwargs)
                 return node
-            first = args[0] if args else kwargs[schema.inputs[0].name]
-            if isinstance(first, torch.Tensor) and first.is_cuda and entry.kernel is not None:
+            operands = (*args, *kwargs.values())
+            first = next((x for x in operands if isinstance(x, torch.Tensor)), None)
+            if first is not None and first.is_cuda and entry.kernel is not None:
                 result: R = entry.kernel(*args, **kwargs)
                 return result
             return reference(*args, **kwargs)

@@ -16,7 +16,7 @@ import re
 import torch
 from harness import DEVICE, Ceilings, emit, load_peers, run
 
-OPS = ("mega_attention", "indexer", "topk_select", "cache_writes")
+OPS = ("mega_attention", "indexer", "topk_select", "cache_writes", "linear", "engram")
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ def compile_kernel(
     *,
     compute_capability: int,
     num_warps: int = 4,
+    num_stages: int = 3,
 ) -> Any:
     """The compiled kernel; `.asm["cubin"]` is what a device loads, `.metadata.shared` its bytes of
     shared memory.
@@ -39,4 +40,5 @@ def compile_kernel(
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, dict(constants), attributes)
     target = GPUTarget("cuda", compute_capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=target, options=options)

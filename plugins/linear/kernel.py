@@ -26,9 +26,9 @@ from plugins.registry import OPERATORS
 
 # From so many rows on a weight is decoded once and multiplied by the library.
 DECODED_ROWS = 512
-# Up to so many rows a released FP8 weight is multiplied as it is; more rows would spend longer on
-# scaling sums than on decoding the weight to bfloat16.
-_FLOAT8_ROWS = 32
+# Up to so many rows an FP8 weight is multiplied as it is; more rows would spend longer on scaling
+# sums than on decoding the weight to bfloat16.
+_FLOAT8_ROWS = 64
 # Programs that fill a device; below that the inner dim is split, down to four steps a part.
 _PROGRAMS = 512
 _LEAST_STEPS = 4
@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 def tiles(rows: int, device: Limits, *, wide: bool) -> Tiles:
     """`wide`: float32 inputs."""
     row_tile = min(padded(rows), 32 if wide else 128)
-    outputs = 64 if row_tile == 16 or wide else 128
+    outputs = 128 if row_tile == 128 else 64
     inner = 128
     step = inner * (outputs + row_tile * (4 if wide else 2))
     # The decoded tile may pass through shared memory too.
@@ -194,10 +194,11 @@ def product(
     shape = (rows, outputs, inner, chunk, groups, parts > 1)
     grid = (row_tiles, programs, parts)
     if quantized_input and not wide and _multiplies_float8(weight, rows, inner, x):
-        codes, powers = _pack_rows(x)
+        codes, words = _pack_rows(x)
         product_float8[grid](
-            codes, powers, weight.codes, weight.scale, weight.scale_stride, weight.stored, sums,
-            *shape, tile.outputs, tile.rows, not INTERPRETED, num_warps=4, num_stages=4,
+            codes, words, weight.codes, weight.scale, weight.scale_stride, weight.stored, sums,
+            *shape, tile.outputs, tile.rows, not INTERPRETED,
+            num_warps=8 if tile.rows == 64 else 4, num_stages=4,
         )  # fmt: skip
     else:
         x = round_rows(x) if quantized_input else unit_stride(x)
@@ -213,16 +214,16 @@ def product(
 
 
 def _pack_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K] as E4M3 codes uint8 [T, K] and the power of two of each group, float32 [T, K/32]."""
+    """E4M3 codes uint8 [T, K] of x [T, K], and the scales of four groups a word, int32 [T, K/128]."""
     rows, width = x.shape
     x = unit_stride(x)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    powers = torch.empty(rows, width // 32, dtype=torch.float32, device=x.device)
-    tile = min(_TILE, padded(width, 32))
+    words = torch.empty(rows, width // 128, dtype=torch.int32, device=x.device)
+    tile = min(_TILE, padded(width, 128))
     pack_rows[(rows, triton.cdiv(width, tile))](
-        x, x.stride(0), codes, powers, width, tile, _takes_float8(x)
+        x, x.stride(0), codes, words, width, tile, _takes_float8(x)
     )
-    return codes, powers
+    return codes, words
 
 
 def _multiplies_float8(weight: DeviceWeight, rows: int, inner: int, x: torch.Tensor) -> bool:

@@ -19,9 +19,12 @@ import triton.language as tl
 from plugins.compressor import kernel as compressor
 from plugins.device.ahead import compile_kernel
 from plugins.device.launch import Limits
+from plugins.engram import kernel as engram
 from plugins.indexer import kernel as indexer
 from plugins.indexer import kernel_float8 as float8
 from plugins.kv_write import kernel as kv_write
+from plugins.linear import kernel as linear
+from plugins.linear import kernel_float8 as linear_float8
 from plugins.mega_attention import kernel as attention
 from plugins.topk_select import kernel as select
 
@@ -29,7 +32,10 @@ STRIDE = "aligned i32"
 MAIN = {"ROWS": 64, "ROW": 288, "STORED": 4}
 WINDOW = {"ROWS": 32, "ROW": 528, "STORED": 2}
 INDEX = {"ROWS": 64, "ROW": 68, "STORED": 5}
-FOR_EVERY_GENERATION = ("attention", "index float8", "index decode", "select rest", "write main")
+FOR_EVERY_GENERATION = (
+    "attention", "index float8", "index decode", "select rest", "write main",
+    "linear blocks, 128 rows", "linear float8", "linear decode", "engram rows",
+)  # fmt: skip
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
 HEAD = {"H": 64, "WIDTH": 512, "ROTATED": 64, "PAIRS": 256}
 
@@ -79,9 +85,85 @@ WRITE = {
     "row_stride": STRIDE, "tail": "*fp32", "request": "*i64", "is_first": "*u8",
     "read_slots": "*i64", "previous": "*fp32",
 }  # fmt: skip
+LINEAR = {
+    "x": "*bf16", "row_stride": STRIDE, "codes": "*u8", "scale": "*u8", "scale_stride": STRIDE,
+    "global_scale": "*fp32", "y": "*bf16", "num_rows": "i32", "N": STRIDE, "K": STRIDE,
+    "chunk": STRIDE, "rounded": "*bf16", "values": "*bf16", "parts": "*fp32", "numel": "i32",
+    "num_parts": "i32", "x_words": "*i32", "words": "*i32",
+}  # fmt: skip
+ENGRAM = {
+    "tokens": "*i64", "request": "*i64", "query_start": "*i64", "history": "*i64",
+    "token_class": "*i64", "multipliers": "*i64", "primes": "*i64", "offsets": "*i64",
+    "rows": "*i64", "num_tokens": "i32", "pad_class": "i32", "dead_token": "i32",
+    "data": "*u8", "memory": "*bf16", "count": "i32", "factor": "fp32",
+    "streams": "*bf16", "x_row": STRIDE, "x_stream": STRIDE, "keys": "*bf16", "k_row": STRIDE,
+    "k_stream": STRIDE, "value": "*bf16", "v_row": STRIDE, "q_weight": "*fp32",
+    "k_weight": "*fp32", "alive": "*u8", "out": "*bf16", "num_rows": "i32", "norm_eps": "fp32",
+}  # fmt: skip
 
 
-def kernels(device: Limits) -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
+# Name, kernel, arguments, constants, warps, and where a launch sets them, stages.
+Kernels = list[tuple[str, Any, dict[str, str], dict[str, Any], int, *tuple[int, ...]]]
+
+
+def linear_kernels(device: Limits) -> Kernels:
+    split = {"GROUPS": 8, "SPLIT": True}
+    made: Kernels = []
+    for name, stored, rows in (
+        ("blocks, 16 rows", 0, 16), ("blocks, 64 rows", 0, 64), ("blocks, 128 rows", 0, 128),
+        ("MXFP4", 2, 16), ("NVFP4", 3, 16),
+    ):  # fmt: skip
+        tile = linear.tiles(rows, device, wide=False)
+        sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INNER": tile.inner}
+        constants = {"STORED": stored, "WORDS": True, "EVEN": True, "FLOAT8": device.float8}
+        made.append(
+            (f"linear {name}", linear._product, LINEAR, {**constants, **split, **sizes, **DOT},
+             tile.warps, tile.stages)
+        )  # fmt: skip
+    tile = linear.tiles(32, device, wide=True)
+    wide = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INNER": tile.inner}
+    return [
+        *made,
+        (
+            "linear float32", linear._product, {**LINEAR, "x": "*fp32", "y": "*fp32"},
+            {"STORED": 1, "WORDS": False, "EVEN": False, "FLOAT8": device.float8, **split, **wide,
+             "DOT": tl.float32, "WIDEN": False}, tile.warps, tile.stages,
+        ),
+        (
+            "linear float8", linear_float8.product_float8, {**LINEAR, "x": "*u8"},
+            {"STORED": 0, **split, "OUTPUTS": 64, "ROWS": 16, "FLOAT8": True}, 4, 4,
+        ),
+        (
+            "linear pack", linear_float8.pack_rows, {**LINEAR, "codes": "*u8"},
+            {"TILE": 1024, "FLOAT8": device.float8}, 4,
+        ),
+        ("linear round", linear._round_rows, LINEAR, {"TILE": 1024, "FLOAT8": device.float8}, 4),
+        (
+            "linear decode", linear._decode, LINEAR,
+            {"STORED": 0, "WORDS": True, "EVEN": True, "ROWS": 32, "COLUMNS": 256,
+             "FLOAT8": device.float8}, 4,
+        ),
+        ("linear join", linear._join, LINEAR, {"TILE": 1024}, 4),
+    ]  # fmt: skip
+
+
+def engram_kernels(device: Limits) -> Kernels:
+    row = {"WIDTH": 256, "PADDED": 256, "ROWS": 4, "FLOAT8": device.float8}
+    return [
+        (
+            "engram hash", engram._rows, ENGRAM,
+            {"REACH": 3, "HEADS": 8, "PADDED": 8, "TOKENS": 32}, 4,
+        ),
+        ("engram rows", engram._lookup, ENGRAM, {**row, "STORED": 1, "ROW": 264}, 4),
+        ("engram rows NVFP4", engram._lookup, ENGRAM, {**row, "STORED": 2, "ROW": 144}, 4),
+        (
+            "engram gate", engram._gate, ENGRAM,
+            {"STREAMS": 4, "WIDTH": 5120, "PADDED": 8192, "ROWS": 8, "MASKED": True}, 8,
+        ),
+    ]  # fmt: skip
+
+
+def kernels(device: Limits) -> Kernels:
     whole = {
         **HEAD, **DOT, **prefixed("WINDOW", WINDOW), **prefixed("MAIN", MAIN),
         "HEADS": attention.most_heads(device),
@@ -122,21 +204,24 @@ def kernels(device: Limits) -> list[tuple[str, Any, dict[str, str], dict[str, An
             "previous", compressor._previous_rows, WRITE,
             {"ROWS": 4, "ROW": 1024, "STORED": 0, "WIDTH": 1024, "TILE": 512}, 4,
         ),
+        *linear_kernels(device),
+        *engram_kernels(device),
     ]  # fmt: skip
 
 
 def main() -> None:
     capability, shared_memory = int(sys.argv[1]), int(sys.argv[2])
     device = Limits(shared_memory, capability // 10 == 10, capability >= 89)
-    for name, kernel, arguments, constants, warps in kernels(device):
+    for name, kernel, arguments, constants, warps, *stages in kernels(device):
         # What differs between generations is how products are made.
         if capability != 90 and name not in FOR_EVERY_GENERATION:
             continue
-        if name == "index float8" and not device.float8:
+        if name in ("index float8", "linear float8") and not device.float8:
             continue
         made = compile_kernel(
-            kernel, arguments, constants, compute_capability=capability, num_warps=warps
-        )
+            kernel, arguments, constants, compute_capability=capability, num_warps=warps,
+            num_stages=stages[0] if stages else 3,
+        )  # fmt: skip
         assert getattr(made.metadata, "tmem_size", 0) <= 512, name
         products = sorted(set(re.findall(r"(wgmma|tcgen05|mma\.sync)", made.asm["ptx"])))
         instructions = made.asm["ptx"].count(";")

@@ -9,13 +9,18 @@ import torch
 from kernel_oracle import load_kernel, moved, paged
 
 from plugins.compressor.cases import PREVIOUS_CASES, PoolCase
-from plugins.formats.records import index_record, main_record, window_record
-from plugins.formats.rows import ValueRows
+from plugins.engram import engram_layout
+from plugins.engram.cases import HASH_CASES, InjectCase
+from plugins.formats.records import engram_record, index_record, main_record, window_record
+from plugins.formats.rows import PackedRows, ValueRows
 from plugins.indexer.cases import IndexCase
 from plugins.kv_write.cases import KvWriteCase
+from plugins.linear import PackedFormat
+from plugins.linear.cases import PackedCase
 from plugins.mega_attention.cases import AttentionCase
 from plugins.registry import OPERATORS
 from plugins.topk_select.cases import SelectCase
+from plugins.wo_a.cases import WoACase
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,6 +83,38 @@ def previous() -> Callable[[], torch.Tensor]:
     return lambda: load_kernel("compressor").previous_rows(**operands)
 
 
+def linear(rows: int, stored: PackedFormat) -> Callable[[], torch.Tensor]:
+    operands = moved(PackedCase("graph", rows, 1280, 640, stored).operands(torch.bfloat16))
+    return lambda: load_kernel("linear").linear(**operands)
+
+
+def grouped(rows: int) -> Callable[[], torch.Tensor]:
+    case = WoACase("graph", rows, 16, 512, 2, 1024, stored=PackedFormat.FP8_BLOCKS)
+    operands = moved(case.operands(torch.bfloat16))
+    return lambda: load_kernel("wo_a").wo_a(**operands)
+
+
+def engram_table(pinned: bool) -> Callable[[], torch.Tensor]:
+    layout = engram_record(256)
+    data = layout.pack(torch.randn(500, 256, generator=torch.Generator().manual_seed(0)))
+    table = PackedRows(data.pin_memory() if pinned else data.cuda(), layout)
+    rows = torch.arange(240, device="cuda").view(10, 24)
+    return lambda: load_kernel("engram").engram_lookup(table, rows, torch.bfloat16)
+
+
+def engram_hash() -> Callable[[], torch.Tensor]:
+    layout = engram_layout(
+        [1], max_ngram_size=4, n_heads=8, vocab_size=16_000_000, compressed_vocab_size=99_092
+    )[1]
+    operands = moved(HASH_CASES[4].operands())
+    return lambda: load_kernel("engram").engram_rows(**operands, layout=layout)
+
+
+def engram_gate() -> Callable[[], torch.Tensor]:
+    operands = moved(InjectCase("graph", 9, 4, 5120, dead=0.3).operands(torch.bfloat16))
+    return lambda: load_kernel("engram").engram_gate(**operands)
+
+
 CALLS = {
     "attention, few rows": lambda: attention(3),
     "attention, many rows": lambda: attention(70),
@@ -90,6 +127,16 @@ CALLS = {
     "cache write": write,
     "pooling": pool,
     "previous rows": previous,
+    "linear, FP8 as stored": lambda: linear(5, PackedFormat.FP8_BLOCKS),
+    "linear, FP8 decoded as it streams": lambda: linear(100, PackedFormat.MXFP8),
+    "linear, FP8 decoded once": lambda: linear(600, PackedFormat.FP8_BLOCKS),
+    "linear, NVFP4": lambda: linear(5, PackedFormat.NVFP4),
+    "grouped output, few rows": lambda: grouped(3),
+    "grouped output, many rows": lambda: grouped(70),
+    "Engram row ids": engram_hash,
+    "Engram rows": lambda: engram_table(False),
+    "Engram rows in memory of the host": lambda: engram_table(True),
+    "Engram gate": engram_gate,
 }
 
 
@@ -110,7 +157,8 @@ def test_a_graph_replays_to_the_bits_of_the_call(name: str) -> None:
 def test_cuda_tensors_run_the_kernels() -> None:
     for name in (
         "mega_attention", "index_scores", "topk_select", "candidate_blocks", "restrict_to_blocks",
-        "kv_write", "pool_pairs", "previous_rows",
+        "kv_write", "pool_pairs", "previous_rows", "linear", "wo_a", "engram_rows",
+        "engram_lookup", "engram_gate",
     ):  # fmt: skip
         implementation = OPERATORS[name].implementation(torch.device("cuda"))
         assert implementation.__module__.endswith(".kernel")
