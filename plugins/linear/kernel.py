@@ -214,7 +214,7 @@ def product(
 
 
 def _pack_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 codes uint8 [T, K] of x [T, K], and the scales of four groups a word, int32 [T, K/128]."""
+    """Codes uint8 [T, K] of x [T, K], and the scales of four groups a word, int32 [T, K/128]."""
     rows, width = x.shape
     x = unit_stride(x)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
