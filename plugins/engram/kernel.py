@@ -164,6 +164,8 @@ def _table(store: RowStore) -> _Table | None:
         data, stored, factor = store.data, MXFP8.value, 1.0
     elif isinstance(store, PackedRows) and isinstance(store.layout.format, NvFp4):
         scale = store.layout.format.global_scale
+        if isinstance(scale, torch.Tensor):
+            return None
         data, stored, factor = store.data, NVFP4.value, 1.0 if scale is None else scale
     else:
         return None

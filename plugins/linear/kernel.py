@@ -157,6 +157,13 @@ def round_rows(x: torch.Tensor) -> torch.Tensor:
     return rounded
 
 
+def round_input(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """As the weight's own, in one launch where it rounds to MXFP8."""
+    if weight.quantized_input and weight.input_scale is None:
+        return round_rows(x)
+    return weight.round_input(x)
+
+
 def decode(weight: DeviceWeight, dtype: torch.dtype) -> torch.Tensor:
     """The values [N, K] in float32 or bfloat16, in new memory."""
     outputs, inner = weight.shape
@@ -170,10 +177,9 @@ def decode(weight: DeviceWeight, dtype: torch.dtype) -> torch.Tensor:
     return values
 
 
-def product(
-    x: torch.Tensor, weight: DeviceWeight, groups: int, *, quantized_input: bool
-) -> torch.Tensor:
-    """x [T, G·K] times the transpose of a weight [G·N, K], group by group: [T, G·N].
+def product(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: int) -> torch.Tensor:
+    """x [T, G·K], rounded as the weight asks for, times the transpose of the weight [G·N, K], group
+    by group: [T, G·N]. `weight`: the form of `kept` on the device.
 
     For fewer rows than DECODED_ROWS. Up to 64 rows the sum over K may be cut into parts that
     another launch adds up, first to last.
@@ -193,7 +199,8 @@ def product(
     sums = y if parts == 1 else x.new_empty((parts, *y.shape), dtype=torch.float32)
     shape = (rows, outputs, inner, chunk, groups, parts > 1)
     grid = (row_tiles, programs, parts)
-    if quantized_input and not wide and _multiplies_float8(weight, rows, inner, x):
+    rounds = kept.quantized_input and kept.input_scale is None
+    if rounds and not wide and _multiplies_float8(weight, rows, inner, x):
         codes, words = _pack_rows(x)
         product_float8[grid](
             codes, words, weight.codes, weight.scale, weight.scale_stride, weight.stored, sums,
@@ -201,7 +208,7 @@ def product(
             num_warps=8 if tile.rows == 64 else 4, num_stages=4,
         )  # fmt: skip
     else:
-        x = round_rows(x) if quantized_input else unit_stride(x)
+        x = unit_stride(round_input(x, kept))
         _product[grid](
             x, x.stride(0), *weight.arguments(), sums, *shape, inner % tile.inner == 0,
             tile.outputs, tile.rows, tile.inner, _takes_float8(x),
@@ -245,18 +252,15 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     """As the reference, whose arguments and result these are.
 
     Products take bfloat16 operands for bfloat16 inputs and three TF32 products for float32 ones;
-    sums are float32. With float64, a gradient or groups that are not whole the reference runs.
+    sums are float32. With float64 or a gradient the reference runs.
     """
     packed = packed_weight(weight)
     value = weight.value if packed is None else None
-    if needs_reference(x, value) or (weight.quantized_input and x.shape[1] % 32):
+    if needs_reference(x, value):
         reference: torch.Tensor = OPERATORS["linear"].reference(x, weight)
         return reference
-    if packed is not None:
-        if 0 < x.shape[0] < DECODED_ROWS:
-            return product(x, packed, 1, quantized_input=weight.quantized_input)
-        value = decode(packed, x.dtype)
+    if packed is not None and 0 < x.shape[0] < DECODED_ROWS:
+        return product(x, weight, packed, 1)
+    value = decode(packed, x.dtype) if packed is not None else value
     assert value is not None
-    if weight.quantized_input:
-        x = round_rows(x)
-    return x @ value.T
+    return round_input(x, weight) @ value.T

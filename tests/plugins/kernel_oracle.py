@@ -62,12 +62,14 @@ def moved(operands: dict) -> dict:
 
 def moved_weight(weight: LinearWeight) -> LinearWeight:
     """The weight on the device that the kernels run on."""
+    scale = None if weight.input_scale is None else weight.input_scale.to(DEVICE)
     if not isinstance(weight, PackedLinearWeight):
-        return LinearWeight(weight.value.to(DEVICE), weight.quantized_input)
+        return LinearWeight(weight.value.to(DEVICE), weight.quantized_input, scale)
     packed = weight.packed
     tensors = {
         name: None if x is None else x.to(DEVICE)
         for name in ("codes", "scale", "global_scale")
         for x in [getattr(packed, name)]
     }
-    return PackedLinearWeight(dataclasses.replace(packed, **tensors), weight.quantized_input)
+    matrix = dataclasses.replace(packed, **tensors)
+    return PackedLinearWeight(matrix, weight.quantized_input, scale)

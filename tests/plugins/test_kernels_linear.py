@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernel_oracle import DEVICE, load_kernel, moved, moved_weight
 
-from plugins.formats import mxfp8
-from plugins.linear import LinearWeight, PackedFormat
+from plugins.formats import mxfp8, nvfp4
+from plugins.linear import LinearWeight, PackedFormat, PackedLinearWeight
 from plugins.linear.cases import CASES, PACKED_CASES, LinearCase, PackedCase, packed_weight
 from plugins.wo_a.cases import CASES as WO_A_CASES
 from plugins.wo_a.cases import PACKED_CASES as PACKED_WO_A_CASES
@@ -42,19 +42,28 @@ def share_of(stored: PackedFormat | None) -> int:
 
 
 def seen(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-    """What the weight multiplies; the format itself is tested against rational arithmetic."""
+    """What the weight multiplies; the formats themselves are tested against rational arithmetic."""
+    if weight.input_scale is not None:
+        return nvfp4.round_input(x, weight.input_scale).double()
     x = x.double()
     return mxfp8.ACTIVATION.round(x) if weight.quantized_input else x
 
 
-@pytest.mark.parametrize("case", [*CASES, *PACKED_CASES], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_dense_weights_equal_the_definition(case: LinearCase) -> None:
+    operands = case.operands(torch.float32)
+    ours = kernel.linear(**moved(operands))
+    weight = operands["weight"]
+    compare(ours, seen(operands["x"], weight), weight.value, torch.float32)
+
+
+@pytest.mark.parametrize("case", PACKED_CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equals_the_definition(case: LinearCase | PackedCase, dtype: torch.dtype) -> None:
+def test_packed_weights_equal_the_definition(case: PackedCase, dtype: torch.dtype) -> None:
     operands = case.operands(dtype)
     ours = kernel.linear(**moved(operands))
     weight = operands["weight"]
-    share = share_of(getattr(case, "stored", None))
-    compare(ours, seen(operands["x"], weight), weight.value, dtype, share)
+    compare(ours, seen(operands["x"], weight), weight.value, dtype, share_of(case.stored))
 
 
 @pytest.mark.parametrize("case", [*WO_A_CASES, *PACKED_WO_A_CASES], ids=lambda c: c.name)
@@ -73,7 +82,7 @@ def test_groups_meet_their_own_weight(case: WoACase, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decoded_values_are_the_references(stored: PackedFormat, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(4)
-    for shape in ((70, 160), (33, 512)):
+    for shape in ((40, 160), (33, 512)):
         values = (
             torch.randn(shape, generator=draw) * 10.0 ** torch.arange(shape[0]).sub(35)[:, None]
         )
@@ -82,6 +91,16 @@ def test_decoded_values_are_the_references(stored: PackedFormat, dtype: torch.dt
         # With a global scale a value may need more bits than bfloat16 has.
         cut = stored is PackedFormat.NVFP4 and dtype == torch.bfloat16 and DEVICE == "cpu"
         torch.testing.assert_close(ours.cpu(), weight.value, rtol=HALF if cut else 0, atol=0)
+
+
+def test_calibrated_inputs_are_rounded_under_their_scale() -> None:
+    case = PackedCase("", 3, 288, 40, PackedFormat.NVFP4)
+    operands = case.operands(torch.float32)
+    weight = operands["weight"]
+    operands["weight"] = PackedLinearWeight(weight.packed, True, torch.tensor(0.004))
+    ours = kernel.linear(**moved(operands))
+    assert not torch.equal(ours, kernel.linear(**moved({**operands, "weight": weight})))
+    compare(ours, seen(operands["x"], operands["weight"]), weight.value, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
