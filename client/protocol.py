@@ -77,7 +77,8 @@ class GenerateRequest:
     prompt_logprobs: the same of the prompt's tokens. echo: the prompt before the answer's text
     and, with logprobs, prompt_logprobs. exclude_input_in_output: false does the former.
     num_return_sequences: answers to the prompt; more than one are streamed.
-    request_id: echoed in the server's log.
+    priority: smaller is earlier. cache_salt: prefixes are shared among equal salts only.
+    request_id, session_id: named in the server's log.
     Values are judged by the server; only what cannot be carried is refused here (ValueError).
     """
 
@@ -109,6 +110,9 @@ class GenerateRequest:
     num_return_sequences: int | None = None
     return_token_bytes: bool | None = None
     exclude_input_in_output: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
     end_id: int | None = None
     request_id: str = ""
 

@@ -70,6 +70,8 @@ class Sampling(Fields):
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
     # Ignored.
     user: str | None = None
     metadata: dict[str, str] | None = None

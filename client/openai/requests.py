@@ -15,7 +15,7 @@ from client.protocol import INVALID_ARGUMENT, GenerateRequest
 _SAME = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "min_tokens", "stop_token_ids", "bad_words"),
-    *("include_stop_str_in_output", "ignore_eos"),
+    *("include_stop_str_in_output", "ignore_eos", "priority", "cache_salt"),
 )
 _COMPLETION_TOKENS = 16  # the API's default
 _AS_MANY_AS_FIT = -1

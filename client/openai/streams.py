@@ -32,6 +32,11 @@ async def merged(
     async def following(stream: AsyncGenerator[Item, None]) -> Item | None:
         return await anext(stream, None)
 
+    if len(streams) == 1:  # no task an item: a fifth of the time of each
+        async with aclosing(streams[0]) as items:
+            async for only in items:
+                yield 0, only
+        return
     waiting = {asyncio.ensure_future(following(s)): i for i, s in enumerate(streams)}
     try:
         while waiting:

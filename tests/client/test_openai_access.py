@@ -19,6 +19,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from client.cli import main
+from client.openai.errors import ApiError
+from client.protocol import DeploymentError
 from tests.client.openai_proxy import CHAT, COMPLETIONS, MODEL, chat, get, post, serving, user
 from tests.client.real_server import ROOT, Server, assert_stops, free_address
 
@@ -136,6 +138,21 @@ def test_no_deployment_is_503_with_retry_after() -> None:
         status, headers, made = post(proxy, CHAT, {"model": MODEL, "messages": user("a")})
         assert (status, made["error"]["code"], headers["retry-after"]) == (503, "unavailable", "1")
         assert get(proxy, "/health")[0] == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_503_with_retry_after(proxy: str, stream: bool) -> None:
+    """Also where a stream was asked for: nothing has been sent yet."""
+    asked = {"model": MODEL, "messages": user("[queue_full]a"), "stream": stream}
+    status, headers, made = post(proxy, CHAT, asked)
+    assert (status, made["error"]["code"], headers["retry-after"]) == (503, "unavailable", "1")
+    assert made["error"]["message"] == "no room in the queue"
+
+
+def test_a_model_that_is_being_unloaded_is_503() -> None:
+    """The Triton server's own words, which carry no code."""
+    said = "Request for unknown model: 'deepseek_v41' has no available versions"
+    assert ApiError.of(DeploymentError.from_server(said)).status == 503
 
 
 def test_a_time_limit_is_504(server: Server) -> None:

@@ -67,6 +67,8 @@ def test_an_answer_streamed_and_whole(api: openai.OpenAI) -> None:
     assert 0 < accepted < whole.usage.completion_tokens
     hit = (whole.usage.prompt_tokens - 1) // PAGE * PAGE
     assert last.usage.prompt_tokens_details.cached_tokens == hit > 0
+    own = ask(api, PROBLEM, max_tokens=1, extra_body={"cache_salt": "mine", "priority": -1})
+    assert own.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_a_tool_is_called_and_its_result_is_used(api: openai.OpenAI) -> None:

@@ -24,6 +24,7 @@ _BEHAVIOURS = {
     305: "describe_inputs",  # text_output is a JSON description of the tensors that came
     306: "cached",  # says that 64 prompt tokens were cached
     307: "late_reason",  # the finish reason comes in a response of its own, without tokens
+    309: "queue_full",  # refused as a server with a full queue does
     308: "pairs",  # two tokens in each response
 }
 _INPUTS = (
@@ -125,6 +126,10 @@ class TritonPythonModel:
         max_tokens = text.size if fits else max_tokens
         end_id = int(values.get("end_id", np.array([-1])).ravel()[0])
         stream = bool(values.get("stream", np.array([False])).ravel()[0])
+        if "queue_full" in asked:
+            raise pb_utils.TritonModelException(
+                "[unavailable] no room in the queue"
+            )
         cached = 64 if "cached" in asked else 0
         if "describe_inputs" in asked:
             text_output = _describe(values, request_id)
