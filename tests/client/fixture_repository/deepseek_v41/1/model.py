@@ -127,9 +127,7 @@ class TritonPythonModel:
         end_id = int(values.get("end_id", np.array([-1])).ravel()[0])
         stream = bool(values.get("stream", np.array([False])).ravel()[0])
         if "queue_full" in asked:
-            raise pb_utils.TritonModelException(
-                "[unavailable] no room in the queue"
-            )
+            raise pb_utils.TritonModelException("[unavailable] no room in the queue")
         cached = 64 if "cached" in asked else 0
         if "describe_inputs" in asked:
             text_output = _describe(values, request_id)
