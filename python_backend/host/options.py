@@ -42,6 +42,7 @@ SETTING_HELP = {
     "speculative": "draft tokens with the model's DSpark stages; answers stay the same",
     "max_queued_requests": "requests that wait at most; more are refused as unavailable",
     "max_queued_tokens": "tokens of waiting requests, prompts and max_tokens together",
+    "kv_events": "a ZeroMQ endpoint for events of the prefix cache (none)",
     "num_speculative_tokens": "drafts verified in one step at most (the model's block)",
     "speculative_threshold": "least probability that a draft is accepted to verify it",
 }

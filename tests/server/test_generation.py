@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 from tokenizers import Tokenizer
 
 from tests.server.deployment import (
@@ -35,11 +37,14 @@ SPELLED = {"output_token_bytes", "top_token_bytes"}
 LOG_PROBS = SPELLED | {"output_log_probs", "cum_log_probs", "top_log_probs", "top_log_prob_ids"}
 
 
+def events_of(engine: Path) -> str:
+    return f"ipc://{engine.parent}/kv-events"
+
+
 @pytest.fixture(scope="module")
 def server(engine: Path) -> Iterator[Deployment]:
-    deployment = Deployment(
-        engine, "--dtype=float64", "--global-page-tokens=32", f"--max-seq-len={MOST}"
-    )
+    sizes = ("--global-page-tokens=32", f"--max-seq-len={MOST}")
+    deployment = Deployment(engine, "--dtype=float64", *sizes, f"--kv-events={events_of(engine)}")
     try:
         yield deployment.wait_until_ready()
     finally:
@@ -274,6 +279,36 @@ def test_salts_isolate_prefixes_and_a_reset_forgets_them(server: Deployment) -> 
     assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
     with pytest.raises(RefusedError, match=r"expected control reset_prefix_cache and no other"):
         server.generate(control="reset_prefix_cache", **asked)
+
+
+def test_a_router_hears_of_the_prefix_cache(server: Deployment, engine: Path) -> None:
+    """The golden prompt fills a page of 32 tokens and a part of the next."""
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    subscriber.setsockopt(zmq.RCVTIMEO, 200)
+    subscriber.connect(events_of(engine))
+
+    def received() -> list[Any]:
+        (event,) = msgspec.msgpack.decode(subscriber.recv_multipart()[2])[1]
+        return list(event)
+
+    deadline = time.monotonic() + 10
+    while True:  # a subscriber misses what is sent before the server knows it
+        server.generate(control="reset_prefix_cache")
+        try:
+            assert received() == ["AllBlocksCleared"]
+            break
+        except zmq.Again:
+            assert time.monotonic() < deadline
+    tokens = GOLDEN["tokens"].tolist()
+    server.generate(input_ids=tokens, max_tokens=1, end_id=-1)
+    kind, (key,), parent, stored, size, *_ = received()
+    assert (kind, parent, stored, size) == ("BlockStored", None, tokens[:32], 32)
+    server.generate(input_ids=tokens + tokens[:10], max_tokens=1, end_id=-1)
+    kind, _, parent, stored, *_ = received()
+    assert (kind, parent, stored) == ("BlockStored", key, (tokens + tokens[:10])[32:64])
+    context.destroy(linger=0)
 
 
 def test_what_a_router_says_is_accepted_and_logged(server: Deployment) -> None:
