@@ -18,6 +18,11 @@ from client.protocol import (
     join_chunks,
 )
 
+NO_REASON = (
+    "expected a finish reason with the last response, but the stream ended without one: see the "
+    "server's log"
+)
+
 
 class GenerateStream(Iterator[GenerateChunk]):
     """Iterates over the chunks of one request; leaving its `with` block cancels what still runs.
@@ -55,11 +60,7 @@ class GenerateStream(Iterator[GenerateChunk]):
             self._ended = True
             if self._cancelled or self._finished():
                 raise
-            message = (
-                "expected a finish reason with the last response, but the stream ended without "
-                "one: see the server's log"
-            )
-            raise self._failed(DeploymentError(PROTOCOL_ERROR, message)) from None
+            raise self._failed(DeploymentError(PROTOCOL_ERROR, NO_REASON)) from None
         except DeploymentError as error:
             self._ended = True
             if self._cancelled:

@@ -68,6 +68,7 @@ INPUTS = (
     TensorSpec("end_id", "INT32", np.int32),
 )
 _TEXT_LISTS = ("bad_words", "stop_words")
+_LISTS = (*_TEXT_LISTS, "stop_token_ids")  # an empty one is none
 STREAM = TensorSpec("stream", "BOOL", np.bool_)
 
 
@@ -82,7 +83,7 @@ def input_tensors(
     tensors: list[tuple[TensorSpec, npt.NDArray[Any]]] = []
     for spec in INPUTS:
         value = getattr(request, spec.name)
-        if value is not None:
+        if value is not None and not (spec.name in _LISTS and len(value) == 0):
             tensors.append((spec, _tensor(spec, value)))
     tensors.append((STREAM, np.array([[stream]], dtype=np.bool_)))
     return tensors

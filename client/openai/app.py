@@ -52,6 +52,7 @@ def create_app(settings: ProxySettings, keys: ApiKeys) -> FastAPI:
     app.add_exception_handler(DeploymentError, _refused)
     app.add_exception_handler(HTTPException, _no_such_path)
     app.add_exception_handler(ClientLeftError, _left)
+    app.add_exception_handler(Exception, _failed)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -253,6 +254,14 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 
 async def _left(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_LEFT)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """The library logs the cause after this."""
+    shown = ApiError(
+        500, "the proxy failed; its log has the cause", kind="server_error", code="internal"
+    )
+    return JSONResponse(shown.body, shown.status)
 
 
 def _logged(error: ApiError) -> ApiError:

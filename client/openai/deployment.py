@@ -11,7 +11,14 @@ import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from client.grpc import CHANNEL_OPTIONS, call_error, infer_message, response_chunk
-from client.protocol import DeploymentError, GenerateChunk, GenerateRequest
+from client.protocol import (
+    INVALID_ARGUMENT,
+    PROTOCOL_ERROR,
+    DeploymentError,
+    GenerateChunk,
+    GenerateRequest,
+)
+from client.stream import NO_REASON
 
 _PROBE_SECONDS = 3.0
 
@@ -35,10 +42,14 @@ class Deployment:
         self, request: GenerateRequest, *, stream: bool
     ) -> AsyncGenerator[GenerateChunk, None]:
         """The answer. Closing the generator before the last chunk cancels the request on the
-        server. Raises DeploymentError; ValueError for a value that its tensor cannot hold."""
-        message = infer_message(self.model, request, stream=stream)
+        server. Raises DeploymentError, also for a value that its tensor cannot hold."""
+        try:
+            message = infer_message(self.model, request, stream=stream)
+        except ValueError as error:
+            raise DeploymentError(INVALID_ARGUMENT, str(error)) from None
         call = self._stub.ModelStreamInfer(iter((message,)), timeout=self._timeout)
         ended = False
+        unfinished = request.num_return_sequences or 1
         try:
             async for response in call:
                 answer = response.infer_response
@@ -50,9 +61,13 @@ class Deployment:
                 if response.error_message:
                     raise DeploymentError.from_server(response.error_message)
                 if answer.outputs:
-                    yield response_chunk(answer)
+                    chunk = response_chunk(answer)
+                    unfinished -= chunk.finish_reason is not None
+                    yield chunk
                 if ended:
-                    return
+                    break
+            if unfinished:
+                raise DeploymentError(PROTOCOL_ERROR, NO_REASON)
         except grpc.RpcError as error:
             raise call_error(error, self.url) from None
         finally:

@@ -52,14 +52,26 @@ def post(
     address: str, path: str, body: Any, headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, str], Any]:
     """Status, headers and JSON body; `body` is sent as JSON unless it is bytes."""
+    status, got, text = _exchange(address, path, body, headers or {})
+    return status, got, json.loads(text) if text else None
+
+
+def raw(address: str, path: str, body: Any) -> str:
+    """The whole answer as text."""
+    return _exchange(address, path, body, {})[2]
+
+
+def _exchange(
+    address: str, path: str, body: Any, headers: dict[str, str]
+) -> tuple[int, dict[str, str], str]:
     connection = http.client.HTTPConnection(address, timeout=20)
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", path, sent, {"Content-Type": "application/json", **(headers or {})})
+    connection.request("POST", path, sent, {"Content-Type": "application/json", **headers})
     with connection.getresponse() as response:
-        read = response.read()
+        text = response.read().decode()
         got = {name.lower(): value for name, value in response.getheaders()}
     connection.close()
-    return response.status, got, json.loads(read) if read else None
+    return response.status, got, text
 
 
 def get(address: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:

@@ -217,6 +217,9 @@ def test_generation_options_travel_under_the_servers_names() -> None:
     assert sent["logit_bias"] == [b'{"7": -1.5}']
     assert (sent["stop_token_ids"], sent["ignore_eos"], sent["logprobs"]) == ([5, 6], [True], [2])
     assert sent["min_p"] == [0.25]
+    none = GenerateRequest(text_input="a", stop_words=[], bad_words=[], stop_token_ids=[])
+    named = {spec.name for spec, _ in input_tensors(none, stream=False)}
+    assert named == {"text_input", "max_tokens", "stream"}
     with pytest.raises(ValueError, match="expected stop_token_ids as whole numbers"):
         GenerateRequest(text_input="a", stop_token_ids=["x"])  # type: ignore[list-item]
 

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from client.cli import main
 from client.openai.errors import ApiError
 from client.protocol import DeploymentError
-from tests.client.openai_proxy import CHAT, COMPLETIONS, MODEL, chat, get, post, serving, user
+from tests.client.openai_proxy import CHAT, COMPLETIONS, MODEL, chat, get, post, raw, serving, user
 from tests.client.real_server import ROOT, Server, assert_stops, free_address
 
 pytestmark = pytest.mark.server
@@ -147,6 +147,20 @@ def test_a_full_queue_is_503_with_retry_after(proxy: str, stream: bool) -> None:
     status, headers, made = post(proxy, CHAT, asked)
     assert (status, made["error"]["code"], headers["retry-after"]) == (503, "unavailable", "1")
     assert made["error"]["message"] == "no room in the queue"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_end_in_other_ways(proxy: str, stream: bool) -> None:
+    """The reason, or the end, in a response of its own; no reason at all is an error."""
+    for behaviour in ("late_reason", "empty_final", "no_finish_reason"):
+        asked = {"model": MODEL, "messages": user(f"[{behaviour}]ab"), "stream": stream}
+        text = raw(proxy, CHAT, asked)
+        if behaviour == "no_finish_reason":
+            assert '"code":"protocol_error"' in text
+            assert "[DONE]" not in text
+        else:
+            assert '"finish_reason":"stop"' in text
+            assert "error" not in text
 
 
 def test_a_model_that_is_being_unloaded_is_503() -> None:
