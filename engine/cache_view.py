@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from plugins.formats.records import RecordLayout
     from plugins.formats.rows import RowStore
+    from plugins.indexer import KeySlots
 
 
 class CacheView(Protocol):
@@ -68,3 +69,21 @@ class CacheView(Protocol):
     ) -> torch.Tensor: ...
 
     def tail_slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor: ...
+
+    def key_slots(self, ratio: int, num_requests: int, num_entries: int) -> KeySlots:
+        """`entry_slots` of the first entries of every request, [num_requests, num_entries]."""
+        ...
+
+
+def every_entry(
+    cache: CacheView,
+    ratio: int,
+    num_requests: int,
+    num_entries: int,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """`CacheView.key_slots` written down, by the view's own `entry_slots`."""
+    import torch
+
+    request = torch.arange(num_requests, device=device).unsqueeze(-1)
+    return cache.entry_slots(ratio, request, torch.arange(num_entries, device=device))

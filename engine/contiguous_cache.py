@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from engine.cache_sizes import tail_capacity
+from engine.cache_view import every_entry
 from engine.config import ModelConfig
 from plugins.formats.records import RecordLayout, index_record, main_record, window_record
 from plugins.formats.rows import ValueRows
+from plugins.indexer import KeySlots
 
 
 class ContiguousCache:
@@ -113,6 +115,9 @@ class ContiguousCache:
     def tail_slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         ring = request * self.tail_capacity + position % self.tail_capacity
         return torch.where(position >= 0, ring, -1)
+
+    def key_slots(self, ratio: int, num_requests: int, num_entries: int) -> KeySlots:
+        return every_entry(self, ratio, num_requests, num_entries, self._device)
 
 
 def _slots(request: torch.Tensor, row: torch.Tensor, per_request: int) -> torch.Tensor:

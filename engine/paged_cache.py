@@ -20,11 +20,11 @@ from typing import Protocol
 import torch
 
 from engine.cache_sizes import global_page_bytes, tail_bytes, tail_capacity, window_page_bytes
+from engine.cache_view import every_entry
 from engine.config import ModelConfig
 from plugins.formats.records import RecordLayout, index_record, main_record, window_record
 from plugins.formats.rows import Region, RowStore
-
-_NOWHERE = -(1 << 60)
+from plugins.indexer import KeySlots, PagedSlots
 
 
 class PoolLayout:
@@ -200,12 +200,22 @@ class PagedCache:
 
     def entry_slots(self, ratio: int, request: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
         rows, table = self._pools.layout.global_page_tokens // ratio, self._tables.global_pages
-        column, columns = entry // rows, table.shape[1]
-        # Tables and entries are small beside what they make together, all entries of all requests:
-        # what has no slot lies so far below zero that the sum does too.
-        first = torch.where(table > 0, table.long() * rows, _NOWHERE)
-        offset = torch.where((entry >= 0) & (column < columns), entry % rows, _NOWHERE)
-        return (first[request, column.clamp(0, columns - 1)] + offset).clamp(min=-1)
+        column = entry // rows
+        page = table[request, column.clamp(0, table.shape[1] - 1)]
+        page = torch.where(column < table.shape[1], page, 0)
+        return _page_slots(page, entry, rows)
+
+    def key_slots(self, ratio: int, num_requests: int, num_entries: int) -> KeySlots:
+        """Pages on a device, whose kernels look them up: written down, the slots of long contexts
+        are an eighth of the bytes of the keys, and several passes over them."""
+        rows, table = self._pools.layout.global_page_tokens // ratio, self._tables.global_pages
+        if not table.is_cuda:
+            return every_entry(self, ratio, num_requests, num_entries, table.device)
+        first = torch.where(table > 0, table.long() * rows, -1)
+        beyond = max(0, -(-num_entries // rows) - table.shape[1])
+        if beyond:
+            first = torch.nn.functional.pad(first, (0, beyond), value=-1)
+        return PagedSlots(first, rows, num_entries)
 
     def tail_slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         capacity = self.tail_capacity

@@ -9,6 +9,7 @@ import torch
 from engine.batch import RaggedBatch
 from engine.cache_view import CacheView
 from engine.config import ModelConfig
+from plugins.indexer import KeySlots
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class SegmentRows:
     request: torch.Tensor  # [T]
     window_write: torch.Tensor  # [T] slot of the row's own window row
     window_keys: torch.Tensor  # [T, W] its window, oldest first, −1 below the floor
-    key_slots: dict[int, torch.Tensor]  # ratio → [R, n] slots of every entry a row may see
+    key_slots: dict[int, KeySlots]  # ratio → [R, n] slots of every entry a row may see
     is_image: torch.Tensor | None  # [T] bool, None where the model has no image token
 
     @staticmethod
@@ -60,11 +61,8 @@ def _segment(
     cache: CacheView,
     config: ModelConfig,
 ) -> SegmentRows:
-    every_request = torch.arange(batch.num_requests, device=batch.positions.device).unsqueeze(-1)
-
-    def key_slots(ratio: int) -> torch.Tensor:
-        entries = torch.arange(batch.max_context // ratio, device=every_request.device)
-        return cache.entry_slots(ratio, every_request, entries)
+    def key_slots(ratio: int) -> KeySlots:
+        return cache.key_slots(ratio, batch.num_requests, batch.max_context // ratio)
 
     ratios = {config.ratio(layer) for layer in layers if config.is_index_source(layer)}
     positions, request = batch.positions[kept], batch.request[kept]

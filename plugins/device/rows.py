@@ -138,3 +138,13 @@ def load_rows(
             values = groups * (e8m0_scale(scale_byte) * E4M3_UNIT)[:, :, None]
         even, odd = tl.split(values.to(tl.float32).reshape(N, PAIRS, 2))
     return even, odd
+
+
+@triton.jit
+def entry_slots(first, at, entry, read, PER_PAGE: tl.constexpr):
+    """Slots int64 of the entries to `read` of a request whose pages begin at `at`, −1 where there
+    is none; see plugins/indexer/slots.py."""
+    slots = tl.load(first + at + entry // PER_PAGE, mask=read, other=-1)
+    if PER_PAGE > 1:
+        slots = tl.where(slots >= 0, slots + entry % PER_PAGE, -1)
+    return slots

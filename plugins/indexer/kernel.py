@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from plugins.device.launch import INTERPRETED, limits, needs_reference, padded, unit_stride
-from plugins.device.rows import MXFP4_WORDS, DeviceRows, device_rows, load_rows
+from plugins.device.rows import MXFP4_WORDS, DeviceRows, device_rows, entry_slots, load_rows
 from plugins.indexer.kernel_float8 import WIDTH as FLOAT8_WIDTH
 from plugins.indexer.kernel_float8 import index_scores_float8
+from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import OPERATORS
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def _score(key_even, key_odd, even, odd, weight):
 def _index_scores(
     queries, row_stride, head_stride, head_weights, weight_stride,
     data, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
-    key_slots, slots_stride, num_keys, request, num_visible, scores, num_rows,
+    key_slots, slots_stride, PER_PAGE: tl.constexpr, num_keys, request, num_visible,
+    scores, num_rows,
     H: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, SHARING: tl.constexpr,
     DOT: tl.constexpr, WIDEN: tl.constexpr,
@@ -98,8 +100,9 @@ def _index_scores(
             if first_key + tile * TILE < visible:
                 owner = tl.load(request + row)
                 if owner != held:
-                    slot_at = key_slots + owner * slots_stride + column
-                    slots = tl.load(slot_at, mask=column < num_keys, other=-1)
+                    slots = entry_slots(
+                        key_slots, owner * slots_stride, column, column < num_keys, PER_PAGE
+                    )
                     key_even, key_odd = _load_keys(
                         data, slots, page_stride, ROWS, ROW, STORED, WIDTH, PAIRS, DOT, WIDEN
                     )
@@ -118,8 +121,8 @@ def _index_scores(
 def _candidate_scores(
     queries, row_stride, head_stride, head_weights, weight_stride,
     data, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
-    key_slots, slots_stride, num_keys, request, num_visible, scores, num_columns,
-    blocks, blocks_stride, BLOCK: tl.constexpr,
+    key_slots, slots_stride, PER_PAGE: tl.constexpr, num_keys, request, num_visible,
+    scores, num_columns, blocks, blocks_stride, BLOCK: tl.constexpr,
     H: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     TILE: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +134,7 @@ def _candidate_scores(
     entry = block * BLOCK + column % BLOCK
     readable = (block >= 0) & (entry < visible)
     owner = tl.load(request + row)
-    slots = tl.load(key_slots + owner * slots_stride + entry, mask=readable, other=-1)
+    slots = entry_slots(key_slots, owner * slots_stride, entry, readable, PER_PAGE)
     key_even, key_odd = _load_keys(
         data, slots, page_stride, ROWS, ROW, STORED, WIDTH, PAIRS, DOT, WIDEN
     )
@@ -154,7 +157,7 @@ def index_scores(
     queries: torch.Tensor,
     head_weights: torch.Tensor,
     keys: RowStore,
-    key_slots: torch.Tensor,
+    key_slots: KeySlots,
     request: torch.Tensor,
     num_visible: torch.Tensor,
 ) -> torch.Tensor:
@@ -172,17 +175,19 @@ def index_scores(
         )
         return reference
     num_rows, heads, width = queries.shape
-    requests, num_keys = key_slots.shape
+    slots = pages_of(key_slots)
+    requests, num_keys = slots.shape
     scores = queries.new_empty((num_rows, num_keys), dtype=torch.float32)
     if num_rows == 0 or num_keys == 0:
         return scores
     queries, head_weights = unit_stride(queries), unit_stride(head_weights)
-    key_slots = unit_stride(key_slots)
+    first = unit_stride(slots.first)
+    of_keys = first, first.stride(0), slots.rows_per_page, num_keys
     if _takes_float8(queries, stored):
         index_scores_float8[(triton.cdiv(num_keys, _KEY_TILE * _RUN_TILES), num_rows)](
             queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
             *stored.arguments(),
-            key_slots, key_slots.stride(0), num_keys, request, num_visible, scores, num_keys,
+            *of_keys, request, num_visible, scores, num_keys,
             scores, 0, 0, heads, padded(heads), _KEY_TILE, _RUN_TILES, INTERPRETED, num_warps=4,
         )  # fmt: skip
         return scores
@@ -191,7 +196,7 @@ def index_scores(
     _index_scores[grid](
         queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
         *stored.arguments(),
-        key_slots, key_slots.stride(0), num_keys, request, num_visible, scores, num_rows,
+        *of_keys, request, num_visible, scores, num_rows,
         heads, width, padded(heads), padded(width // 2), _KEY_TILE, _RUN_TILES, sharing,
         tl.float32 if queries.dtype == torch.float32 else tl.bfloat16, INTERPRETED, num_warps=4,
     )  # fmt: skip
@@ -202,7 +207,7 @@ def candidate_scores(
     queries: torch.Tensor,
     head_weights: torch.Tensor,
     keys: RowStore,
-    key_slots: torch.Tensor,
+    key_slots: KeySlots,
     request: torch.Tensor,
     num_visible: torch.Tensor,
     blocks: torch.Tensor,
@@ -228,12 +233,14 @@ def candidate_scores(
     if num_rows == 0 or num_columns == 0:
         return scores
     queries, head_weights = unit_stride(queries), unit_stride(head_weights)
-    key_slots, blocks = unit_stride(key_slots), unit_stride(blocks)
+    slots, blocks = pages_of(key_slots), unit_stride(blocks)
+    first = unit_stride(slots.first)
+    of_keys = first, first.stride(0), slots.rows_per_page, slots.count
     if _takes_float8(queries, stored):
         index_scores_float8[(triton.cdiv(num_columns, _KEY_TILE), num_rows)](
             queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
             *stored.arguments(),
-            key_slots, key_slots.stride(0), key_slots.shape[1], request, num_visible,
+            *of_keys, request, num_visible,
             scores, num_columns, blocks, blocks.stride(0), block_size,
             heads, padded(heads), _KEY_TILE, 1, INTERPRETED, num_warps=4,
         )  # fmt: skip
@@ -241,7 +248,7 @@ def candidate_scores(
     _candidate_scores[(triton.cdiv(num_columns, _KEY_TILE), num_rows)](
         queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
         *stored.arguments(),
-        key_slots, key_slots.stride(0), key_slots.shape[1], request, num_visible,
+        *of_keys, request, num_visible,
         scores, num_columns, blocks, blocks.stride(0), block_size,
         heads, width, padded(heads), padded(width // 2), _KEY_TILE,
         tl.float32 if queries.dtype == torch.float32 else tl.bfloat16, INTERPRETED, num_warps=4,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from plugins.device.numbers import e4m3, e8m0_scale
-from plugins.device.rows import row_offsets
+from plugins.device.rows import entry_slots, row_offsets
 
 GROUPS = 4  # of 32 values; the kernel is written out for them
 WIDTH = 32 * GROUPS
@@ -101,8 +101,8 @@ def _add_group(products, row, there, query, GROUP: tl.constexpr, WIDEN: tl.const
 def index_scores_float8(
     queries, row_stride, head_stride, head_weights, weight_stride,
     data, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
-    key_slots, slots_stride, num_keys, request, num_visible, scores, num_columns,
-    blocks, blocks_stride, BLOCK: tl.constexpr,
+    key_slots, slots_stride, PER_PAGE: tl.constexpr, num_keys, request, num_visible,
+    scores, num_columns, blocks, blocks_stride, BLOCK: tl.constexpr,
     H: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def index_scores_float8(
         else:
             entry = column
             readable = column < visible
-        slots = tl.load(key_slots + owner * slots_stride + entry, mask=readable, other=-1)
+        slots = entry_slots(key_slots, owner * slots_stride, entry, readable, PER_PAGE)
         there = slots >= 0
         at = data + row_offsets(tl.maximum(slots, 0), page_stride, ROWS, ROW)
         products = tl.zeros((TILE, HEADS), tl.float32)

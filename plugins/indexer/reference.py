@@ -8,6 +8,7 @@ import torch
 
 from plugins.formats.records import RecordLayout
 from plugins.indexer.schema import INDEX_SCORES, ROUND_QUERIES
+from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import operator
 
 if TYPE_CHECKING:
@@ -30,19 +31,21 @@ def index_scores(
     queries: torch.Tensor,
     head_weights: torch.Tensor,
     keys: RowStore,
-    key_slots: torch.Tensor,
+    key_slots: KeySlots,
     request: torch.Tensor,
     num_visible: torch.Tensor,
 ) -> torch.Tensor:
     """Σ_h head_weights[t, h] · max(0, queries[t, h] · key_j), [T, n] in at least float32.
 
     queries [T, h, dk] rotated and rounded as the keys are; head_weights [T, h] with both scales
-    folded in; key_slots int64 [R, n], entry j of each request; request [T]; num_visible [T],
-    entries 0 … num_visible − 1 are scored. Columns at or beyond it, and slots −1, are −inf.
+    folded in; key_slots int64 [R, n] or pages of them, entry j of each request; request [T];
+    num_visible [T], entries 0 … num_visible − 1 are scored. Columns at or beyond it, and slots −1,
+    are −inf.
 
     Rows of one request should be neighbours: 64 rows of one request read its keys once.
     """
-    num_rows, num_keys = queries.shape[0], key_slots.shape[1]
+    slots_of = pages_of(key_slots)
+    num_rows, num_keys = queries.shape[0], slots_of.count
     acc = torch.promote_types(queries.dtype, torch.float32)
     queries, head_weights = queries.to(acc), head_weights.to(acc).unsqueeze(1)
     scores = queries.new_full((num_rows, num_keys), -torch.inf)
@@ -54,7 +57,7 @@ def index_scores(
         for key in range(0, limit, _KEY_TILE):
             columns = slice(key, min(key + _KEY_TILE, limit))
             width = columns.stop - columns.start
-            slots = key_slots[owners if len(owners) == 1 else request[rows], columns]
+            slots = slots_of.take(owners if len(owners) == 1 else request[rows], columns)
             column = torch.arange(columns.start, columns.stop, device=slots.device)
             readable = (column < visible) & (slots >= 0)
             tile_keys = keys.read(

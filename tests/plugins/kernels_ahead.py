@@ -32,6 +32,7 @@ STRIDE = "aligned i32"
 MAIN = {"ROWS": 64, "ROW": 288, "STORED": 4}
 WINDOW = {"ROWS": 32, "ROW": 528, "STORED": 2}
 INDEX = {"ROWS": 64, "ROW": 68, "STORED": 5}
+KEYS = {**INDEX, "PER_PAGE": 128}
 FOR_EVERY_GENERATION = (
     "attention", "index float8", "index decode", "select rest", "write main",
     "linear blocks, 128 rows", "linear float8", "linear decode", "engram rows",
@@ -54,7 +55,7 @@ def prefixed(prefix: str, constants: dict[str, Any]) -> dict[str, Any]:
 
 def index_constants(**more: Any) -> dict[str, Any]:
     heads = {"H": 32, "WIDTH": 128, "HEADS": 32, "PAIRS": 64, "TILE": 128}
-    return {**heads, **INDEX, **DOT, **more}
+    return {**heads, **KEYS, **DOT, **more}
 
 
 ATTENTION = {
@@ -181,7 +182,7 @@ def kernels(device: Limits) -> Kernels:
         ("index decode", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=1), 4),
         (
             "index float8", float8.index_scores_float8, INDEXER,
-            {**INDEX, "H": 32, "HEADS": 32, "TILE": 128, "TILES": 4, "BLOCK": 0, "WIDEN": False}, 4,
+            {**KEYS, "H": 32, "HEADS": 32, "TILE": 128, "TILES": 4, "BLOCK": 0, "WIDEN": False}, 4,
         ),
         ("index verify", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=4), 4),
         ("index candidates", indexer._candidate_scores, INDEXER, index_constants(BLOCK=8), 4),

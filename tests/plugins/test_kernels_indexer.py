@@ -12,7 +12,9 @@ from kernel_oracle import DEVICE, load_kernel, moved, paged
 
 from plugins.formats.records import index_record
 from plugins.formats.rows import ValueRows
+from plugins.indexer import PagedSlots
 from plugins.indexer.cases import CASES, IndexCase
+from plugins.registry import OPERATORS
 
 kernel = load_kernel("indexer")
 
@@ -194,6 +196,35 @@ def test_strided_queries_weights_and_slots() -> None:
         wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), 1 << 20)
         strided[name] = wide[..., ::2].copy_(x)
     assert torch.equal(kernel.index_scores(**{**operands, **strided}), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pages_of_slots_are_the_slots(dtype: torch.dtype) -> None:
+    """Bits of both kernels and of the reference; pages of 8 rows, one of them missing, the last one
+    not whole."""
+    operands, _ = packed_operands(IndexCase("pages", (2, 1), 8, 128, 30), 8)
+    operands["queries"] = operands["queries"].to(dtype)
+    operands["num_visible"].fill_(30)
+    values = ValueRows(torch.randn(64, 128, generator=torch.Generator().manual_seed(5)))
+    operands["keys"] = paged(values, index_record(128), 8)[0]
+    first = 8 * torch.tensor([[3, 1, -1, 0], [2, 5, 4, 6]], device=DEVICE)
+    first[0, 2] = -1
+    entry = torch.arange(30, device=DEVICE)
+    pages = first[:, entry // 8]
+    plain = torch.where(pages >= 0, pages + entry % 8, -1)
+    by_page = {**operands, "key_slots": PagedSlots(first, 8, 30)}
+    written = {**operands, "key_slots": plain}
+    whole = kernel.index_scores(**written)
+    assert torch.isneginf(whole[:2, 16:24]).all()
+    assert torch.equal(kernel.index_scores(**by_page), whole)
+    reference = OPERATORS["index_scores"].reference
+    assert torch.equal(reference(**by_page), reference(**written))
+    blocks = torch.tensor([[0, 3, -1], [1, 2, 5], [0, 5, 7]], device=DEVICE)
+    scored = [
+        kernel.candidate_scores(**given, blocks=blocks, block_size=4)
+        for given in (by_page, written)
+    ]
+    assert torch.equal(*scored)
 
 
 def test_a_poisoned_key_stays_poisoned() -> None:

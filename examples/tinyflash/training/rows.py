@@ -8,8 +8,10 @@ import torch
 
 from engine.batch import RaggedBatch
 from engine.cache_sizes import tail_capacity
+from engine.cache_view import every_entry
 from engine.config import ModelConfig
 from plugins.formats.records import RecordLayout, index_record, main_record, window_record
+from plugins.indexer import KeySlots
 
 # Layout name → an equivalent of its rounding that is faster on a CUDA device.
 FUSED_ROUNDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
@@ -102,3 +104,6 @@ class TrainingCache:
 
     def tail_slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         return torch.full_like(request + position, -1)
+
+    def key_slots(self, ratio: int, num_requests: int, num_entries: int) -> KeySlots:
+        return every_entry(self, ratio, num_requests, num_entries, self._start.device)
