@@ -77,6 +77,8 @@ class EngramMemories:
         dtype: torch.dtype,
     ) -> None:
         """rows [T, columns] of each Engram layer's table."""
+        # Until its memory is taken: the allocator knows nothing of the other stream's reading.
+        self._rows = dict(rows)
         self._made: dict[int, torch.Tensor] = {}
         self._ready: dict[int, torch.cuda.Event] = {}
         for layer, of_layer in rows.items():
@@ -96,6 +98,7 @@ class EngramMemories:
         """The layer's memory, once."""
         if layer in self._ready:
             torch.cuda.current_stream().wait_event(self._ready.pop(layer))
+        del self._rows[layer]
         return self._made.pop(layer)
 
 
