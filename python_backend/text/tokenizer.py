@@ -92,6 +92,16 @@ class TextTokenizer:
         """What each id adds to the text, ids [n]; a character may be cut between two of them."""
         return [self._token_bytes[id] for id in ids.tolist()]
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as it is spelled in tokenizer.json."""
+        id: int | None = self._tokenizer.token_to_id(token)
+        return id
+
+    def to_json(self) -> str:
+        """The text of tokenizer.json."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def detokenizer(self) -> Detokenizer:
         """A decoder for one request's output."""
         return Detokenizer(self._token_bytes)

@@ -1,0 +1,1 @@
+"""Structured output: what a guide allows at each place of an answer. No torch."""
