@@ -51,6 +51,14 @@ def test_sampling() -> None:
         assert result[f"{batch}_ms"] > 0
 
 
+def test_grammar() -> None:
+    result = run("grammar.py", "--requests", "3", "--vocab", "600", "--steps", "4")
+    assert (result["benchmark"], result["requests"], result["vocab"]) == ("grammar", 3, 600)
+    for name in ("first_ms", "new_ms", "again_ms", "masks_ms", "append_ms", "drafts_ms"):
+        assert result[name] > 0
+    assert result["floor"]["choose_ms"] > 0
+
+
 @pytest.mark.parametrize("script", ["admission.py", "scheduler_step.py"])
 def test_senseless_sizes_are_refused(script: str) -> None:
     option = "--tokens" if script == "admission.py" else "--requests"
