@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from python_backend.drafting.verification import check_drafts
 from python_backend.kv.groups import IntegrityError
 from python_backend.kv.listener import CacheListener
-from python_backend.request import Delta, FinishReason, LogProbs, Request, RequestError
+from python_backend.request import Delta, FinishReason, Request, RequestError
 from python_backend.scheduler.scheduler import Scheduler, StepOutcome
 from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import TrackedRequest
@@ -50,8 +50,15 @@ class _Reset(NamedTuple):
     done: Callable[[], None]
 
 
-# A message is a request to add, one to cancel, a reset, or None to wake up.
-Message = TrackedRequest | _Cancellation | _Reset | None
+class _GrammarSettled(NamedTuple):
+    """A request's grammar is compiled, or refused."""
+
+    tracked: TrackedRequest
+
+
+# A message is a request to add, one to cancel, one whose grammar is known, a reset, or None to
+# wake up.
+Message = TrackedRequest | _Cancellation | _GrammarSettled | _Reset | None
 
 
 class EngineCore:
@@ -70,10 +77,13 @@ class EngineCore:
         self._clock = clock
         self._scheduler = Scheduler(limits, clock, listener)
         self._live: dict[str, TrackedRequest] = {}
+        self._compiling: set[TrackedRequest] = set()  # of the live ones, those without a grammar
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._door = threading.Lock()  # between the last look into the inbox and closing it
         self._closed = False
-        self._num_arriving = 0  # requests in the inbox, and their tokens
+        # Requests that the scheduler does not have yet, in the inbox or without a grammar, and
+        # their tokens.
+        self._num_arriving = 0
         self._arriving_tokens = 0
         self._failed_in_a_row = 0
         self._unchecked = False  # something happened since the books were checked
@@ -121,7 +131,8 @@ class EngineCore:
             scheduler.statistics.copy(),
             num_running=scheduler.num_running,
             num_prefilling=scheduler.num_prefilling,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + len(self._compiling),
+            num_compiling=len(self._compiling),
             waiting_for=scheduler.waiting_for,
             num_global_pages_used=residency.global_pages.num_used,
             num_global_pages=residency.global_pages.num_pages - 1,
@@ -173,7 +184,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live) or not self._inbox.empty()
+        return len(self._live) > len(self._compiling) or not self._inbox.empty()
 
     def step(self) -> bool:
         """One step: take in, schedule, run, commit, deliver. False when nothing ran."""
@@ -181,7 +192,8 @@ class EngineCore:
         begun = self._clock()
         plan = self._scheduler.schedule()
         if plan is None:
-            if self._live:  # looping over it would burn the thread and answer nobody
+            # Looping over it would burn the thread and answer nobody.
+            if len(self._live) > len(self._compiling):
                 raise IntegrityError(
                     "requests wait, none runs, and none of them fits an empty pool"
                 )
@@ -193,7 +205,7 @@ class EngineCore:
             executed = self._clock()
             outcome = self._scheduler.commit(result)
             committed = self._clock()
-            self._deliver(outcome, result.logprobs)
+            self._deliver(outcome, result)
             seconds = {
                 "schedule": scheduled - begun,
                 "execute": executed - scheduled,
@@ -230,16 +242,27 @@ class EngineCore:
     def _receive(self, message: Message) -> None:
         if isinstance(message, TrackedRequest):
             self._enqueue(message)
-            with self._door:  # counted twice for a moment rather than not at all
-                self._num_arriving -= 1
-                self._arriving_tokens -= message.token_limit
+            if message not in self._compiling:
+                self._arrived(message)
         elif isinstance(message, _Reset):
             self._scheduler.reset_prefix_cache()
             message.done()
+        elif isinstance(message, _GrammarSettled):
+            self._settle_grammar(message.tracked)
         elif message is not None and message.request_id in self._live:
             tracked = self._live[message.request_id]
-            self._scheduler.remove(tracked)
+            if tracked in self._compiling:
+                self._compiling.remove(tracked)
+                self._arrived(tracked)
+            else:
+                self._scheduler.remove(tracked)
             self._finish(tracked, Delta(NO_TOKENS, tracked.cached_tokens, message.reason))
+
+    def _arrived(self, tracked: TrackedRequest) -> None:
+        """Behind adding it, so that it is counted twice for a moment rather than not at all."""
+        with self._door:
+            self._num_arriving -= 1
+            self._arriving_tokens -= tracked.token_limit
 
     def _enqueue(self, tracked: TrackedRequest) -> None:
         request_id = tracked.request.request_id
@@ -251,7 +274,28 @@ class EngineCore:
             self._send(tracked, Delta(NO_TOKENS, 0, FinishReason.ERROR, error))
             return
         self._live[request_id] = tracked
-        self._scheduler.add(tracked)
+        if tracked.request.grammar is None:
+            self._scheduler.add(tracked)
+            return
+        self._compiling.add(tracked)
+        tracked.request.grammar.add_done_callback(
+            lambda _: self._inbox.put(_GrammarSettled(tracked))
+        )
+
+    def _settle_grammar(self, tracked: TrackedRequest) -> None:
+        """Queue a request that waited for its grammar, unless it was cancelled meanwhile."""
+        if tracked not in self._compiling:
+            return
+        self._compiling.remove(tracked)
+        assert tracked.request.grammar is not None
+        problem = tracked.request.grammar.exception()
+        if problem is None:
+            self._scheduler.add(tracked)
+        else:
+            error = problem if isinstance(problem, RequestError) else None
+            error = error or RequestError("internal", f"expected a grammar, but {problem}")
+            self._finish(tracked, Delta(NO_TOKENS, 0, FinishReason.ERROR, error))
+        self._arrived(tracked)
 
     def _run_step(self, plan: StepPlan) -> StepResult | None:
         """The executor's result; None when it failed, and then only its requests have ended. One
@@ -293,16 +337,22 @@ class EngineCore:
             raise ValueError(f"expected log probabilities of every prompt piece, got {judged}")
         check_drafts(plan, result, self._limits.vocab_size)
 
-    def _deliver(self, outcome: StepOutcome, logprobs: Mapping[int, LogProbs]) -> None:
+    def _deliver(self, outcome: StepOutcome, result: StepResult) -> None:
         for tracked, judged in outcome.judged:
             self._send(tracked, Delta(NO_TOKENS, tracked.cached_tokens, prompt_logprobs=judged))
         tokens, finished = outcome.tokens, outcome.finished
+        logprobs, failures = result.logprobs, result.failures
         ends = [1] * len(tokens) if outcome.counts is None else outcome.counts.tolist()
         for i, tracked in enumerate(outcome.requests):
             delta = Delta(tokens[i, : ends[i]], tracked.cached_tokens, finished.get(i))
             if i in logprobs:
                 delta = delta._replace(logprobs=logprobs[i].first(ends[i]))
-            if i in finished:
+            if i in failures:
+                if i not in finished:
+                    self._scheduler.remove(tracked)
+                error = RequestError("grammar_exhausted", _exhausted(failures[i]))
+                delta = Delta(NO_TOKENS, tracked.cached_tokens, FinishReason.ERROR, error)
+            if delta.finish_reason is not None:
                 self._finish(tracked, delta)
             else:
                 self._send(tracked, delta)
@@ -344,3 +394,7 @@ class EngineCore:
             self._scheduler.statistics.num_finished[FinishReason.ERROR] += 1
             error = RequestError(code, message)
             self._send(tracked, Delta(NO_TOKENS, tracked.cached_tokens, FinishReason.ERROR, error))
+
+
+def _exhausted(reason: str) -> str:
+    return f"expected a guide that can be followed to the end, but {reason}; simplify it"

@@ -54,6 +54,8 @@ class Intake:
         sampling = options.resolve(self._encode)
         if options.stop_strings or shown.prompt or shown.token_bytes:
             self._tokenizer()
+        guide = options.guide
+        grammar = None if guide is None else self._model.grammars.compile(guide)
         # Clients choose equal names; the core's are unique.
         key = f"{next(self._keys)}"
         prompt_text = self._spelled(input_ids) if shown.prompt else ""
@@ -80,17 +82,22 @@ class Intake:
             seconds=asked.timeout,
         )
         own = self._model.end_ids if asked.end_ids is None else asked.end_ids
+        max_tokens = self._max_tokens(asked.max_tokens, len(input_ids))
+        sampling, end_ids = options.end_of_guide(
+            sampling, options.end_ids(own), self._model.end_ids, max_tokens
+        )
         first, *others = self._requests(
             Request(
                 request_id=key,
                 input_ids=input_ids,
-                max_tokens=self._max_tokens(asked.max_tokens, len(input_ids)),
+                max_tokens=max_tokens,
                 sampling=sampling,
-                end_ids=options.end_ids(own),
+                end_ids=end_ids,
                 on_delta=partial(self._responder.deliver, stream, 0),
                 cache_salt=asked.cache_salt,
                 speculative=asked.speculative,
                 priority=asked.priority,
+                grammar=grammar,
             ),
             stream,
         )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:  # the library behind it is optional
+    from python_backend.grammar.compiler import Grammar
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -97,7 +101,7 @@ class Request:
     finish reason. `use_prefix_cache` off neither reads the prefix cache nor publishes to it.
     `speculative` off makes one token a step, also on a server that drafts. `cache_salt`: only
     requests of the same salt share pages. `priority`: a smaller one is admitted earlier and
-    preempted later.
+    preempted later. `grammar` is what the answer follows; the request waits until it is compiled.
     """
 
     request_id: str
@@ -110,3 +114,4 @@ class Request:
     cache_salt: bytes = field(default=b"")
     speculative: bool = True
     priority: int = 0
+    grammar: Future[Grammar] | None = None

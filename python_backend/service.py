@@ -38,6 +38,7 @@ from python_backend.generation.defaults import (
     DefaultsError,
     generation_defaults,
 )
+from python_backend.grammar.grammars import Grammars
 from python_backend.request import Delta, Request, SamplingParams
 from python_backend.scheduler.slots import MAX_END_IDS
 from python_backend.settings import CoreLimits, ServeSettings, SettingsError
@@ -171,6 +172,7 @@ class ServedModel:
     core: EngineCore
     text: TextTokenizer | None
     end_ids: frozenset[int]
+    grammars: Grammars
     defaults: Defaults = NO_DEFAULTS
     events: KvEventPublisher | None = None
 
@@ -187,14 +189,16 @@ class ServedModel:
         pools = checked.pools(limits)
         on_progress("making cache pools", 1.0)
         core = EngineCore(make_executor(pools, limits), limits, listener=events)
+        config = checked.engine.config
         return ServedModel(
-            checked.engine.config,
-            limits,
-            core,
-            checked.text,
-            checked.end_ids,
-            checked.defaults,
-            events,
+            config=config,
+            limits=limits,
+            core=core,
+            text=checked.text,
+            end_ids=checked.end_ids,
+            grammars=Grammars(config, checked.text),
+            defaults=checked.defaults,
+            events=events,
         )
 
     def start(self) -> None:

@@ -101,7 +101,8 @@ class StepResult:
     for all. `drafts` are for the next step, None when nobody wanted any. `logprobs` are of the
     tokens that a request chose and at least of all that stay, by its number among those who wanted
     logits. `prompt_logprobs` are of the plan's prompt pieces, one for each. `seconds` are the
-    executor's own phases, of which metrics.latency has the names.
+    executor's own phases, of which metrics.latency has the names. `failures` say, by the number
+    that `logprobs` go by, whose answer cannot go on, and why; its tokens are void.
     """
 
     tokens: Int32Array  # [R]
@@ -110,6 +111,7 @@ class StepResult:
     logprobs: Mapping[int, LogProbs] = field(default_factory=dict)
     prompt_logprobs: Sequence[LogProbs] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    failures: Mapping[int, str] = field(default_factory=dict)
 
 
 class Executor(Protocol):

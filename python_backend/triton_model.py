@@ -91,6 +91,7 @@ class TritonPythonModel:
         """End what runs; every client gets its final response."""
         self._model.stop()
         self._responder.close()
+        self._model.grammars.close()
         self._publisher.stop()
         logger.info("stopped")
 

@@ -46,6 +46,9 @@ _WIRE_CODES = {
     "token_out_of_range": INVALID_ARGUMENT,
     "too_long": INVALID_ARGUMENT,
     "too_many_end_ids": INVALID_ARGUMENT,
+    "invalid_grammar": INVALID_ARGUMENT,
+    "grammar_exhausted": INVALID_ARGUMENT,
+    "grammar_queue_full": UNAVAILABLE,
     "exceeds_cache": OVER_CAPACITY,
     "queue_full": UNAVAILABLE,
     "shutting_down": UNAVAILABLE,
@@ -197,8 +200,7 @@ def _elements(name: str, array: Array) -> Array:
 def _check_neutral(spec: Tensor, elements: Array) -> None:
     if not spec.neutral:
         return
-    for element in elements.tolist():
-        value = _text(spec.name, element) if spec.kind == "STRING" else element
+    for value in elements.tolist():
         if value not in spec.neutral:
             raise _invalid(
                 f"expected {spec.name} to be {' or '.join(repr(v) for v in spec.neutral)} or not "

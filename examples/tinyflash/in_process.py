@@ -23,6 +23,7 @@ from examples.tinyflash import device as device_operators
 from examples.tinyflash.evaluation import Answer
 from python_backend.core import EngineCore
 from python_backend.executor.torch_executor import TorchExecutor
+from python_backend.grammar.grammars import Grammars
 from python_backend.request import Delta, FinishReason, Request, SamplingParams
 from python_backend.service import ServedModel, check
 from python_backend.text.chat_input import ChatRequest
@@ -67,7 +68,9 @@ class InProcess:
         core = EngineCore(TorchExecutor(network, pools, device=device), limits)
         self.max_batch_size = limits.max_batch_size
         self._text = checked.text
-        self._model = ServedModel(config, limits, core, checked.text, checked.end_ids)
+        self._model = ServedModel(
+            config, limits, core, checked.text, checked.end_ids, Grammars(config, checked.text)
+        )
         self._model.start()
         self._num_asked = 0
 

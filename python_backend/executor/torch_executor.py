@@ -52,6 +52,7 @@ class PagedExecutor(ABC):
         num_accepted = np.zeros(arrays.num_requests, dtype=np.int64)
         wanted = np.flatnonzero(arrays.wants_logits)
         logprobs: Mapping[int, LogProbs] = {}
+        failures: Mapping[int, str] = {}
         num_choices = int((num_drafts[wanted] + 1).sum())
         if len(wanted):
             rows = LogitRows.of_step(
@@ -61,7 +62,9 @@ class PagedExecutor(ABC):
                 num_drafts[wanted],
             )
             started = time.monotonic()
-            choices, logprobs = self._choose(output.logits[:num_choices], rows)
+            choices, logprobs, failed = self._choose(output.logits[:num_choices], rows)
+            slots = plan.slots[wanted].tolist() if failed else ()
+            failures = {i: failed[slot] for i, slot in enumerate(slots) if slot in failed}
             verified = verify(choices, _drafts_of(plan), num_drafts[wanted])
             tokens[wanted], num_accepted[wanted] = verified.tokens, verified.num_accepted
             self._sampler.append(rows, verified.num_accepted, verified.tokens)
@@ -72,7 +75,7 @@ class PagedExecutor(ABC):
             drafts = self._propose(plan, step, output, tokens, num_accepted)
             seconds["draft"] = time.monotonic() - started
         judgements = self._judge(plan.prompt_pieces, output.logits[num_choices:])
-        return StepResult(tokens, num_accepted, drafts, logprobs, judgements, seconds)
+        return StepResult(tokens, num_accepted, drafts, logprobs, judgements, seconds, failures)
 
     @abstractmethod
     def _forward(self, step: HostStep) -> DecoderOutput:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from python_backend.generation.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS, StopStrings
+from python_backend.grammar.guide import Guide, GuideError, read_guide
 from python_backend.request import SamplingParams
 
 Array = npt.NDArray[Any]
@@ -52,6 +53,7 @@ class GenerationOptions:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_sequences: int = 1
+    guide: Guide | None = None
 
     def resolve(self, encode: Encode) -> SamplingParams:
         """Words as tokens. A bad word is refused both where a text begins with it and behind a
@@ -68,6 +70,15 @@ class GenerationOptions:
     def end_ids(self, own: frozenset[int]) -> frozenset[int]:
         """The tokens that end the answer, `own` being those that end it by themselves."""
         return self.stop_token_ids | (frozenset() if self.ignore_eos else own)
+
+    def end_of_guide(
+        self, sampling: SamplingParams, end_ids: frozenset[int], own: frozenset[int], most: int
+    ) -> tuple[SamplingParams, frozenset[int]]:
+        """A guide's text must be able to end: where nothing else ends an answer of at most `most`
+        tokens, the model's own end tokens do, once the guide allows nothing else."""
+        if self.guide is None or end_ids:
+            return sampling, end_ids
+        return replace(sampling, min_tokens=most), own
 
     def watch(self) -> StopStrings | None:
         """A watch for the stop strings, None for none."""
@@ -117,6 +128,7 @@ def read_options(
         stop_token_ids=frozenset(values.get("stop_token_ids", np.empty(0, np.int32)).tolist()),
         ignore_eos=_flag(values, "ignore_eos"),
         num_sequences=num_sequences,
+        guide=_guide(texts, values),
     )
 
 
@@ -140,6 +152,13 @@ def _flag(values: Mapping[str, Array], name: str, default: bool = False) -> bool
 
 def _shows_log_probs(values: Mapping[str, Array]) -> bool:
     return _flag(values, "return_log_probs") or "logprobs" in values
+
+
+def _guide(texts: Mapping[str, Sequence[str]], values: Mapping[str, Array]) -> Guide | None:
+    try:
+        return read_guide(texts, after_reasoning=_flag(values, "thinking"))
+    except GuideError as error:
+        raise OptionError(str(error)) from None
 
 
 def _logprobs(values: Mapping[str, Array]) -> int | None:

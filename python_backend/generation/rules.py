@@ -1,9 +1,10 @@
-"""What changes logits before a token is chosen: penalties, bias, bad words, minimum length.
+"""What changes logits before a token is chosen: penalties, bias, bad words, length, grammar.
 
 State is kept per slot: which tokens a request has, and its lists. It is a function of the request's
 own tokens, never of the batch. Definitions follow vLLM's: penalties as in
 `SamplingParams`, bad words are matched against outputs only. Order: penalties, bias, then what
-forbids tokens.
+forbids tokens. A grammar goes before the others that forbid: where they leave none of the tokens
+that it allows, all of those stay.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from engine.upload import upload
 from python_backend.generation.checks import MAX_BAD_WORD_TOKENS
+from python_backend.generation.grammar_rule import GrammarRule
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.slot_lists import SlotLists
 from python_backend.generation.tiles import tiles
@@ -48,6 +50,7 @@ class LogitRules:
         self._end_ids = SlotLists(num_slots, (ids,))
         beginnings = np.empty((0, MAX_BAD_WORD_TOKENS - 1), dtype=np.int32)
         self._bad_words = SlotLists(num_slots, (ids, beginnings))
+        self.grammar = GrammarRule(num_slots, vocab_size, device=device)
 
     def begin(self, slot: int, request: Request, tokens: Int32Array) -> None:
         """A request enters the slot with `tokens`, its prompt and what it has put out before."""
@@ -66,6 +69,7 @@ class LogitRules:
             or sampling.bad_words
             or sampling.logit_bias
             or self._min_tokens[slot]
+            or request.grammar is not None
         )
         ids = [id for id, _ in sampling.logit_bias]
         values = [value for _, value in sampling.logit_bias]
@@ -78,6 +82,7 @@ class LogitRules:
             self._start_tally(slot, request.input_ids, outputs)
         if sampling.bad_words:
             self._recent[slot] = _last(outputs, self._recent.shape[1])
+        self.grammar.begin(slot, request, outputs)
 
     def active(self, slots: Int64Array) -> BoolArray:
         """Whose logits would change, or might."""
@@ -95,14 +100,21 @@ class LogitRules:
             logits.index_put_((self._tensor(at), self._tensor(ids)), added, accumulate=True)
         at, (ids,) = self._end_ids.gather(rows.slots)
         early = rows.output_index[at] < self._min_tokens[rows.slots[at]]
-        self._forbid(logits, at[early], ids[early])
+        at, forbidden = at[early], ids[early].astype(np.int64)
         worded = np.flatnonzero(self._has_bad_words[rows.slots])
         if len(worded):
-            at, ids = self._completions(rows.take(worded))
-            self._forbid(logits, worded[at], ids)
+            more, words = self._completions(rows.take(worded))
+            at = np.concatenate([at, worded[more]])
+            forbidden = np.concatenate([forbidden, words])
+        ruled = self.grammar.active(rows.slots)
+        if ruled.any():
+            self.grammar.apply(logits, rows, at, forbidden)
+            at, forbidden = at[~ruled[at]], forbidden[~ruled[at]]
+        self._forbid(logits, at, forbidden)
 
     def append(self, slots: Int64Array, tokens: Int32Array, counts: Int64Array) -> None:
         """counts[i] new outputs of slots[i], the first of tokens [n, most]; −1 behind them."""
+        self.grammar.append(slots, tokens, counts)
         penalised, worded = self._penalised[slots], self._has_bad_words[slots]
         if penalised.any():
             assert self._tally is not None

@@ -29,10 +29,12 @@ _NO_LOGPROBS = -1
 
 
 class Choice(NamedTuple):
-    """`tokens` [L] by row; `logprobs` by the index of the first row of a request that asked."""
+    """`tokens` [L] by row; `logprobs` by the index of the first row of a request that asked;
+    `failures` by slot, why its grammar has no next token."""
 
     tokens: Int32Array
     logprobs: dict[int, LogProbs]
+    failures: dict[int, str]
 
 
 class Sampler:
@@ -77,7 +79,11 @@ class Sampler:
             changed = self._copied(logits, at)
             self._rules.apply(changed, mine)
             tokens[at] = self._sample(changed, mine)
-        return Choice(tokens.to(torch.int32).cpu().numpy(), self._log_probs(logits, tokens, rows))
+        return Choice(
+            tokens.to(torch.int32).cpu().numpy(),
+            self._log_probs(logits, tokens, rows),
+            self._rules.grammar.failures(rows.slots),
+        )
 
     def append(self, rows: LogitRows, num_accepted: Int64Array, tokens: Int32Array) -> None:
         """The rows' requests [n] put out their first num_accepted drafts and then `tokens`."""

@@ -87,10 +87,11 @@ def _by_position(name: str, description: str, read: Callable[[Statistics], Count
 
 def _waiting(snapshot: Snapshot) -> Values:
     statistics = snapshot.statistics
-    return {
-        reason: statistics.num_waiting if reason == statistics.waiting_for else 0
-        for reason in WAITING_REASONS
+    queued = statistics.num_waiting - statistics.num_compiling
+    reasons = {
+        reason: queued if reason == statistics.waiting_for else 0 for reason in WAITING_REASONS
     }
+    return reasons | {"grammar": statistics.num_compiling}
 
 
 def _finished(snapshot: Snapshot) -> Values:

@@ -24,7 +24,8 @@ class Statistics:
     and `num_accepted` how often there was a draft k + 1, and how often it stayed.
     `num_prefix_queries` are prompt tokens that were looked for in the prefix cache.
     `num_prefilling` of `num_running` have prompt rows to run. Everybody who waits waits behind the
-    first, who needs what `waiting_for` says: slots, pages or rows.
+    first, who needs what `waiting_for` says: slots, pages or rows. `num_compiling` of `num_waiting`
+    wait beside the queue until their grammars are compiled.
     """
 
     num_steps: int = 0
@@ -50,6 +51,7 @@ class Statistics:
     num_running: int = 0
     num_prefilling: int = 0
     num_waiting: int = 0
+    num_compiling: int = 0
     waiting_for: str = ""
     num_global_pages_used: int = 0
     num_global_pages: int = 0

@@ -15,6 +15,7 @@ from tritonclient.grpc import model_config_pb2
 from python_backend import wire
 from python_backend.generation.defaults import DefaultsError, generation_defaults
 from python_backend.generation.options import GenerationOptions, Shown
+from python_backend.grammar.guide import Guide, GuideKind
 from python_backend.request import RequestError, SamplingParams
 from python_backend.tensors import INPUTS, OUTPUTS
 
@@ -219,6 +220,17 @@ def test_the_older_name_of_the_seed() -> None:
     assert "one seed, got seed 7 and random_seed 8" in refusal(tensors(seed=7, random_seed=8))
 
 
+def test_guides() -> None:
+    """An empty one is none; with reasoning it is for what comes behind."""
+    asked = tensors(guided_decoding_guide_type=b"", guided_decoding_guide=b"")
+    assert wire.read_request(asked, {}).options.guide is None
+    asked = tensors(guided_decoding_guide_type=b"regex", guided_decoding_guide="ä+".encode())
+    assert wire.read_request(asked, {}).options.guide == Guide(GuideKind.REGEX, "ä+")
+    asked |= tensors(input_ids=None, messages=b'[{"role": "user", "content": "a"}]', thinking=True)
+    del asked["input_ids"]
+    assert wire.read_request(asked, {}).options.guide == Guide(GuideKind.REGEX, "ä+", True)
+
+
 def test_requests_without_a_seed_differ() -> None:
     seeds = {wire.read_request(tensors(), {}).options.sampling.seed for _ in range(8)}
     assert len(seeds) == 8
@@ -244,7 +256,8 @@ def test_requests_without_a_seed_differ() -> None:
         ({"logit_bias": b'{"a": 1}'}, "numbers by token id, got 'a': 1"),
         ({"logit_bias": b'{"-1": 1}'}, "numbers by token id, got '-1': 1"),
         ({"logit_bias": b'{"1": true}'}, "numbers by token id, got '1': True"),
-        ({"guided_decoding_guide": b"x"}, "guided_decoding_guide to be '' or not sent"),
+        ({"guided_decoding_guide": b"x"}, "guided_decoding_guide_type with guided_decoding_guide"),
+        ({"guided_decoding_guide_type": b"xml"}, "to be json, json_schema, .*, got 'xml'"),
         ({"guided_decoding_guide": b"\xff"}, "guided_decoding_guide as UTF-8"),
     ],
 )  # fmt: skip
