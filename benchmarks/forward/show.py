@@ -7,6 +7,7 @@
 * `decode`: 32 requests at contexts from 64K to 855K, and a single user with and without drafts;
 * `agreement`: TinyFlash on the GPU's executor against the float64 reference.
 
+* `engram`: a decode step with the Engram tables in the device's memory and in the host's;
 * `served`: TinyFlash behind the serving core, in this process: tokens a second with and without
   graphs and drafts;
 * `hit`: 32K new tokens behind a cached prefix of 128K, with the time of each kernel.
@@ -37,6 +38,7 @@ from benchmarks.forward.served import served_rows
 from benchmarks.forward.steps import Step, Steps, filled_pools
 from benchmarks.forward.weights import random_network
 from engine.network import Network
+from engine.network.device import moved
 from python_backend.executor.cuda_executor import CudaExecutor
 
 PROMPTS = (1024, 4096, 16384, 65536)
@@ -47,7 +49,8 @@ DECODE = tuple(f"{name}=32*1@{context}" for name, context in (
 HIT = ("hit=32768@163840",)
 SINGLE = ("one=1*1@8192", "drafts=1*6@8192:5", "verify=16*6@131072:5")
 
-PARTS = ("agreement", "decode", "replay", "hit", "served")
+ENGRAM = "engram=64*1@8192"
+PARTS = ("agreement", "decode", "replay", "hit", "engram", "served")
 
 Row = dict[str, Any]
 
@@ -105,6 +108,18 @@ def hit_rows(network: Network, device: str) -> Iterator[Row]:
     yield {"row": "hit", **measure(case, network, pools, limits, device=device, graphs=False)}
 
 
+def engram_rows(network: Network, device: str) -> Iterator[Row]:
+    """The same step with the tables in the device's memory, and pinned in the host's."""
+    case = parse(ENGRAM)
+    limits = limits_for([case], network.config, replay=True, draft=False)
+    pools = filled_pools(network, limits, device)
+    for on_host in (False, True):
+        weights = moved(network.weights, device, engram_on_host=on_host)
+        placed = Network(network.config, weights)
+        made = measure(case, placed, pools, limits, device=device, graphs=True)
+        yield {"row": "engram", "on_host": on_host, **made}
+
+
 def _free() -> None:
     gc.collect()
     torch.cuda.empty_cache()
@@ -151,7 +166,13 @@ def main() -> int:
 
     emit({"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)})
     run("agreement", lambda: iter(agreement("cuda", count=args.questions)))
-    for part, rows in (("decode", decode_rows), ("replay", replay_rows), ("hit", hit_rows)):
+    at_real_dims = {
+        "decode": decode_rows,
+        "replay": replay_rows,
+        "hit": hit_rows,
+        "engram": engram_rows,
+    }
+    for part, rows in at_real_dims.items():
         _free()
         run(part, lambda rows=rows: rows(network(), "cuda"))
     _free()

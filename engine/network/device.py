@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.host_memory import pinned_copy
 from engine.network.weights import EngramWeights
 from plugins.formats.rows import PackedRows, RowStore, ValueRows
 from plugins.linear import PackedLinearWeight
@@ -60,6 +61,6 @@ def moved(value: Value, device: str, *, engram_on_host: bool = False) -> Value:
 def _pinned(table: RowStore) -> RowStore:
     """The table in memory that the device reads by itself. A mapped file is read whole."""
     if isinstance(table, PackedRows):
-        return PackedRows(table.data.pin_memory(), table.layout)
+        return PackedRows(pinned_copy(table.data), table.layout)
     assert isinstance(table, ValueRows), f"a table of {type(table).__name__} cannot be pinned"
-    return ValueRows(table.values.pin_memory(), table.layout)
+    return ValueRows(pinned_copy(table.values), table.layout)
