@@ -21,6 +21,7 @@ from builder.pack import check_world_size, rank_tensors, write_rank
 from builder.plans import PlanBackend, usable_backend
 from builder.progress import Progress
 from builder.token_class import Int32Array
+from builder.values import check_values, huge_warning
 from engine.config import ConfigError, ModelConfig
 from engine.directory import (
     CONFIG_NAME,
@@ -50,12 +51,14 @@ def build_engine(
     options: Mapping[str, Any],
     progress: Progress,
     plans: str | None = None,
-) -> Engine:
-    """Write the engine under a temporary name, rename it when complete, and open it.
+) -> tuple[Engine, list[str]]:
+    """Write the engine under a temporary name, rename it when complete, and open it; also returns
+    warnings.
 
     `options` go into the manifest. `plans`: the compute dtype of the graphs to export, None for
     none. Raises ConfigError before anything is written when the limits, the rank count or the
-    output directory do not fit, PlanError when plans cannot be built.
+    output directory do not fit, CheckpointError for a NaN or an infinity, PlanError when plans
+    cannot be built.
     """
     config, source = checkpoint.config, checkpoint.source
     build.check(config)
@@ -64,11 +67,11 @@ def build_engine(
         backend = _plan_backend(build)
     check_output(output)
     with complete_directory(output) as partial:
-        tables = _write_tables(checkpoint.weights, config, source, partial, progress)
+        tables, huge = _write_tables(checkpoint.weights, config, source, partial, progress)
         for rank in range(build.tp_size):
             tensors = list(rank_tensors(checkpoint.weights, config, source, rank, build.tp_size))
             progress.start(f"rank {rank}", sum(tensor.info.num_bytes for tensor in tensors))
-            write_rank(partial / rank_file(rank), tensors, source, progress)
+            huge += write_rank(partial / rank_file(rank), tensors, source, progress)
             progress.finish()
         np.save(partial / TOKEN_CLASS_NAME, token_class)
         for name in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
@@ -88,7 +91,7 @@ def build_engine(
         progress.start("hashing", sum(path.stat().st_size for path in files_below(partial)))
         Manifest.write(partial, built, progress.advance)
         progress.finish()
-    return Engine.open(output)
+    return Engine.open(output), list(map(huge_warning, dict.fromkeys(huge)))
 
 
 def _plan_backend(build: BuildConfig) -> PlanBackend:
@@ -135,9 +138,10 @@ def _write_tables(
     source: TensorSource,
     directory: Path,
     progress: Progress,
-) -> tuple[EngramTableFile, ...]:
+) -> tuple[tuple[EngramTableFile, ...], list[str]]:
+    """The tables' files, and the names of tensors with huge values."""
     specs = [weight for weight in weights if weight.shard is Shard.TABLE]
-    tables = []
+    tables, huge = [], []
     for layer, weight in zip(config.engram_layer_ids, specs, strict=True):
         stored = source.describe(weight.name)
         packed = stored.dtype not in FLOAT_DTYPES
@@ -154,18 +158,19 @@ def _write_tables(
             row_bytes if packed else width,
         )
         progress.start(f"Engram table of layer {layer}", table.info.num_bytes)
-        values = source.read(weight.name)
-        scales = source.read(scale_name).view(torch.uint8) if packed else None
+        parts = [weight.name, scale_name] if packed else [weight.name]
         with (directory / table.file).open("wb") as file:
             for start in range(0, rows, _CHUNK_ROWS):
-                chunk = values[start : start + _CHUNK_ROWS].view(torch.uint8)
-                if scales is not None:
-                    chunk = torch.cat([chunk, scales[start : start + _CHUNK_ROWS]], dim=1)
-                file.write(chunk.contiguous().numpy().data)
+                pieces = [source.read(part)[start : start + _CHUNK_ROWS] for part in parts]
+                for part, piece in zip(parts, pieces, strict=True):
+                    if check_values(part, piece, source.describe(part).dtype, start):
+                        huge.append(part)
+                chunk = torch.cat([piece.view(torch.uint8) for piece in pieces], dim=1)
+                file.write(chunk.numpy().data)
                 progress.advance(chunk.nbytes)
         progress.finish()
         tables.append(table)
-    return tuple(tables)
+    return tuple(tables), huge
 
 
 def _versions() -> dict[str, str]:

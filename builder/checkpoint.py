@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from builder.token_class import (
 from engine.config import ConfigError, ModelConfig
 from engine.config_reader import read_config_file
 from engine.directory import GENERATION_CONFIG_NAME, TOKENIZER_CONFIG_NAME
+from engine.json_file import read_json
 from engine.manifest import MANIFEST_NAME
 from engine.safetensors_file import TensorInfo
 from engine.tensor_source import FLOAT_DTYPES, CheckpointError, SafetensorsSource, TensorSource
@@ -122,7 +122,7 @@ def _check_json(path: Path) -> None:
     if not path.is_file():
         return
     try:
-        value = json.loads(path.read_text())
+        value = read_json(path)
     except ValueError:
         value = None
     if not isinstance(value, dict):

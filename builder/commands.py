@@ -61,7 +61,7 @@ def _engine(args: argparse.Namespace) -> None:
     )
     classes, origin = checkpoint.token_class(args.token_class)
     options = {"checkpoint": args.checkpoint_dir.name, "token_class": origin}
-    engine = build_engine(
+    engine, warnings = build_engine(
         checkpoint,
         args.output_dir,
         build,
@@ -70,6 +70,7 @@ def _engine(args: argparse.Namespace) -> None:
         plans=args.plans,
         progress=Progress(),
     )
+    _warn(warnings)
     print(f"engine {engine.path}: token classes from {origin}, {args.tp_size} rank(s)")
     if engine.tokenizer_path is None:
         print("the checkpoint has no tokenizer.json: this engine takes and gives token ids only")

@@ -18,6 +18,7 @@ import torch
 from builder.checkpoint import check_weight
 from builder.layout import Shard, WeightSpec
 from builder.progress import Progress
+from builder.values import check_values
 from engine.config import ConfigError, ModelConfig
 from engine.safetensors_file import SafetensorsWriter, TensorInfo
 from engine.tensor_source import TensorSource
@@ -93,14 +94,22 @@ def rank_tensors(
 
 def write_rank(
     path: Path, tensors: Iterable[RankTensor], source: TensorSource, progress: Progress
-) -> None:
-    """Write one rank's safetensors file; the tensors are read one by one."""
+) -> list[str]:
+    """Write one rank's safetensors file; the tensors are read one by one.
+
+    Returns the names of tensors with huge values. Raises CheckpointError for a NaN or an infinity.
+    """
     by_name = {tensor.name: tensor for tensor in tensors}
     header = {name: tensor.info for name, tensor in by_name.items()}
+    huge = []
     with SafetensorsWriter(path, header, {"format": "pt"}) as writer:
         for name, tensor in by_name.items():
-            writer.write(name, tensor.read(source))
+            stored = tensor.read(source)
+            if check_values(name, stored, tensor.info.dtype, tensor.rows.start or 0):
+                huge.append(name)
+            writer.write(name, stored)
             progress.advance(tensor.info.num_bytes)
+    return huge
 
 
 def rank_bytes(

@@ -9,6 +9,7 @@ left). Classes are numbered in the order in which ids first show them.
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -89,15 +90,16 @@ def read_token_class(config: ModelConfig, path: Path) -> Int32Array:
                 values = file.get_tensor("token_class")
         else:
             values = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile, SafetensorError) as error:
         raise ConfigError(
             f"expected token classes in {path} (.npy, or .safetensors with token_class), "
             f"but {error}"
         ) from None
-    if values.shape != (config.vocab_size,) or values.dtype.kind not in "iu":
+    shape, dtype = getattr(values, "shape", ()), getattr(values, "dtype", None)  # not of an archive
+    if dtype is None or shape != (config.vocab_size,) or dtype.kind not in "iu":
         raise ConfigError(
             f"{path}: expected integer token classes of shape [{config.vocab_size}], got "
-            f"{values.dtype} {list(values.shape)}"
+            f"{'an archive' if dtype is None else f'{dtype} {list(shape)}'}"
         )
     low, high = int(values.min()), int(values.max())
     if low < 0 or high >= config.engram_compressed_vocab_size:

@@ -15,7 +15,6 @@ The rule for keys that are not fields of `ModelConfig`:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
@@ -24,6 +23,7 @@ from typing import Any
 
 from engine.config import ConfigError, ModelConfig
 from engine.config_validation import validate
+from engine.json_file import read_json
 
 ALIASES = {
     "dim": "hidden_size",
@@ -107,13 +107,13 @@ ARCHITECTURE_WORDS = frozenset({
 def read_config_file(path: Path) -> tuple[ModelConfig, list[str]]:
     """`read_config` of a JSON file; ConfigError also when there is no such file, or not JSON."""
     try:
-        raw = json.loads(path.read_text())
+        raw = read_json(path)
     except FileNotFoundError:
         raise ConfigError(
             f"expected a model configuration at {path}, found none; "
             "point at a directory that holds config.json"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"expected JSON in {path}, but {error}; restore the file") from None
     return read_config(raw)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.json_file import read_json
+
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 # Files up to this size are hashed whenever an engine is opened; larger ones when asked to.
@@ -55,7 +57,7 @@ class Manifest:
                 "none; build it again with dsv41-build engine"
             )
         try:
-            raw = json.loads(path.read_text())
+            raw = read_json(path)
             version = int(raw["format_version"])
             files = {
                 str(name): (int(entry["size"]), str(entry["sha256"]))

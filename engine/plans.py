@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.json_file import read_json
 from engine.manifest import EngineError
 
 PLANS_DIR = "plans"
@@ -79,7 +80,7 @@ def read_plans(engine: Path) -> dict[str, PlanInfo]:
     if not path.is_file():
         return {}
     try:
-        raw = json.loads(path.read_text())
+        raw = read_json(path)
         return {str(segment): PlanInfo.from_json(entry) for segment, entry in raw.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise EngineError(

@@ -20,6 +20,8 @@ from typing import BinaryIO, TypeGuard
 
 import torch
 
+from engine.json_file import parse_json
+
 # E8M0 scales and other exponent bytes are kept as raw bytes: a numeric cast would destroy them.
 STORED_AS = {
     "F64": torch.float64,
@@ -192,8 +194,8 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, objec
             "copy the file again"
         )
     try:
-        header = json.loads(file.read(length))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        header = parse_json(file.read(length))
+    except ValueError:
         header = None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is not a safetensors file: its header is not JSON")

@@ -11,7 +11,6 @@ Unquantised weights are read as they are; the stored names and dtypes decide.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from engine.json_file import read_json
 from engine.safetensors_file import CheckpointError, SafetensorsFile, TensorInfo
 from plugins.formats.nvfp4 import CACHE
 from plugins.formats.records import engram_record, nvfp4_engram_record
@@ -119,7 +119,7 @@ class SafetensorsSource:
 
     def _open_index(self, index: Path) -> None:
         try:
-            raw = json.loads(index.read_text())
+            raw = read_json(index)
             weight_map = {str(name): str(shard) for name, shard in raw["weight_map"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise CheckpointError(

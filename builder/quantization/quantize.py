@@ -33,6 +33,7 @@ from builder.quantization.modelopt import (
 )
 from builder.quantization.recipe import Target, stored_format, weight_class
 from builder.quantization.report import ClassTotals, merged
+from builder.values import HUGE, check_values, huge_warning
 from engine.config import ConfigError
 from engine.directory import PARTIAL_SUFFIX
 from engine.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorInfo
@@ -107,13 +108,17 @@ def quantize_checkpoint(
             run.write_shard(partial / name, stored)
     progress.finish()
     sums = [json.loads((partial / (name + _SUMS_SUFFIX)).read_text()) for name in shards]
-    totals = {title: total.figures() for title, total in sorted(merged(sums).items())}
+    merged_sums = merged(one["classes"] for one in sums)
+    totals = {title: total.figures() for title, total in sorted(merged_sums.items())}
+    huge = [name for one in sums for name in one["huge"]]
+    warnings += map(huge_warning, huge)
     report = {
         "classes": totals,
         "source_bytes": sum(file.path.stat().st_size for file in _files(checkpoint).values()),
         "output_bytes": sum((partial / name).stat().st_size for name in shards),
         "kept_tensors": sum(len(stored) for stored in shards.values())
         - sum(len(job.stored) for job in jobs.values()),
+        "huge_tensors": huge,
     }
     write_json(partial / REPORT_NAME, report)
     released = any(job.target == "released" for job in jobs.values())
@@ -139,9 +144,11 @@ class _Run:
         self.scales = {f"{name}.input_scale": scale for name, scale in scales.items()}
         self.progress = progress
         self.amax: dict[str, float] = {}
+        self.huge: dict[str, None] = {}
 
     def write_shard(self, path: Path, stored: Mapping[str, TensorInfo]) -> None:
         totals: dict[str, ClassTotals] = {}
+        self.huge.clear()
         unfinished = path.with_name(path.name + PARTIAL_SUFFIX)
         with SafetensorsWriter(unfinished, stored, {"format": "pt"}) as writer:
             for name in stored:
@@ -153,19 +160,27 @@ class _Run:
                     writer.write(name, torch.tensor(self.scales[name], dtype=torch.float32))
                 elif name in self.source:
                     self._copy(writer, name)
-        sums = {title: asdict(total) for title, total in totals.items()}
+        classes = {title: asdict(total) for title, total in totals.items()}
+        sums = {"classes": classes, "huge": list(self.huge)}
         write_json(path.with_name(path.name + _SUMS_SUFFIX), sums)
         os.replace(unfinished, path)
 
     def _copy(self, writer: SafetensorsWriter, name: str) -> None:
         file, info = self.source.file_of(name), self.source.describe(name)
         if not info.shape or not info.num_bytes:
-            writer.write(name, file.read(name))
+            stored = file.read(name)
+            self._check(name, stored)
+            writer.write(name, stored)
             return
         for start, stop in _chunks(info.shape):
             rows = file.read_rows(name, start, stop)
+            self._check(name, rows, start)
             writer.write(name, rows)
             self.progress.advance(rows.nbytes)
+
+    def _check(self, name: str, rows: torch.Tensor, first_row: int = 0) -> None:
+        if check_values(name, rows, self.source.describe(name).dtype, first_row):
+            self.huge[name] = None
 
     def _convert(self, writer: SafetensorsWriter, job: _Job, totals: ClassTotals) -> None:
         weight = job.weight
@@ -175,6 +190,8 @@ class _Run:
         for chunk in chunks:
             values = self._values(job, *chunk)
             amax = float(values.abs().amax()) if whole is None else whole
+            if amax >= HUGE:
+                self.huge[weight.name] = None
             matrix = self._write_rows(writer, job, values, amax)
             totals.add_rows(values, matrix)
             self.progress.advance(source_bytes * (chunk[1] - chunk[0]) // weight.shape[0])

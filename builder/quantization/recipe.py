@@ -81,7 +81,11 @@ class Recipe:
         """A user's file. Raises ConfigError naming the key or the format that is unknown."""
         if not path.is_file():
             raise ConfigError(f"recipe: expected a YAML file at {path}, found none")
-        return _parse(path.read_text(), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"recipe {path} is not UTF-8 text: {error}; convert it") from None
+        return _parse(text, str(path))
 
     def over(self, base: Recipe) -> Recipe:
         """`base` with the lines of this recipe in the place of its own."""
@@ -155,7 +159,10 @@ class Recipe:
 
 def _parse(text: str, origin: str) -> Recipe:
     try:
+        _refuse_repeated(yaml.compose(text, yaml.SafeLoader), origin)
         raw = yaml.safe_load(text)
+    except RecursionError:
+        raise ConfigError(f"recipe {origin} is nested too deeply; expected class: format") from None
     except yaml.YAMLError as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"recipe {origin} is not YAML: {line}") from None
@@ -175,6 +182,22 @@ def _parse(text: str, origin: str) -> Recipe:
             f"{', '.join(CLASSES)}, or names under tensors"
         )
     return Recipe(_formats(raw, origin), _formats(tensors, origin), origin)
+
+
+def _refuse_repeated(node: yaml.Node | None, origin: str) -> None:
+    """YAML would silently take the last of two lines with one key."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[Any, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        first = seen.setdefault(key.value if isinstance(key.value, str) else line, line)
+        if first != line:
+            raise ConfigError(
+                f"recipe {origin}: {key.value} is in line {first} and again in line {line}; remove "
+                "one"
+            )
+        _refuse_repeated(value, origin)
 
 
 def _formats(lines: Mapping[Any, Any], origin: str) -> dict[str, Target]:

@@ -329,3 +329,29 @@ def test_nothing_is_kept_of_what_never_began(
     assert main([*command, "--output_dir", str(out)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"dsv41-build: cannot use {out}.partial: Not a directory"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
+        "generation_config.json",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("text", [b"\xff\xfe{\x00", b"[" * 100_000, b""])
+def test_files_that_are_not_json(
+    name: str, text: bytes, checkpoint: Path, refused: Refused
+) -> None:
+    (checkpoint / name).write_bytes(text)
+    refused(str(checkpoint / name))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(b"", "No data left"), (b"PK\x03\x04", "zip file"), (b"PK\x05\x06" + bytes(18), "an archive")],
+)
+def test_token_classes_that_are_no_array(
+    text: bytes, said: str, tmp_path: Path, refused: Refused
+) -> None:
+    (tmp_path / "classes.npy").write_bytes(text)
+    refused("classes.npy", said, options=["--token_class", str(tmp_path / "classes.npy")])

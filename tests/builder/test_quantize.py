@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -21,6 +22,8 @@ from builder.quantization import modelopt as quantize_modelopt
 from builder.quantization.quantize import quantize_checkpoint
 from builder.quantization.recipe import CLASSES, Recipe, weight_class
 from builder.quantization.report import ClassTotals
+from builder.values import check_values
+from engine.tensor_source import CheckpointError
 from plugins.linear import PackedFormat, PackedMatrix
 
 
@@ -89,12 +92,25 @@ def test_last_pattern_decides_over_the_class(small_dir: Path, tmp_path: Path) ->
         ("- nvfp4", "expected lines of class: format, got list"),
         ("tensors: nvfp4", "expected lines of pattern: format under tensors"),
         ("experts: [", "is not YAML"),
+        (
+            "experts: nvfp4\nwo_a: source\nexperts: mxfp8",
+            "experts is in line 1 and again in line 3",
+        ),
+        (
+            "tensors:\n  '*.w1.*': nvfp4\n  '*.w1.*': mxfp8",
+            "*.w1.* is in line 2 and again in line 3",
+        ),
+        ("experts: " + "[" * 500, "is nested too deeply"),
+        (
+            "experts: nvfp4  # F\xfcr alle",
+            "is not UTF-8 text: 'utf-8' codec can't decode byte 0xfc",
+        ),
     ],
 )
 def test_bad_recipes(
     text: str, said: str, small_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "recipe.yaml").write_text(text)
+    (tmp_path / "recipe.yaml").write_bytes(text.encode("latin-1"))
     status = quantize(small_dir, tmp_path / "out", "nvfp4", "--recipe", tmp_path / "recipe.yaml")
     complaint = capsys.readouterr().err
     assert status == 1
@@ -232,7 +248,8 @@ def poison(directory: Path, name: str, row: int, value: float) -> None:
     with file.path.open("r+b") as raw:
         (length,) = struct.unpack("<Q", raw.read(8))
         entry = json.loads(raw.read(length))[name]
-        raw.seek(8 + length + entry["data_offsets"][0] + row * entry["shape"][1] * 4)
+        columns = math.prod(entry["shape"][1:])
+        raw.seek(8 + length + entry["data_offsets"][0] + row * columns * 4)
         raw.write(struct.pack("<f", value))
 
 
@@ -246,6 +263,70 @@ def test_values_that_are_not_finite_name_the_tensor(
     assert quantize(tmp_path / "ckpt", tmp_path / "out") == 1
     assert f"{name} holds a NaN or an infinity (in float32) in row 37" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "row", "words"),
+    [
+        ("quantize", "layers.3.attn_norm.weight", 5, "NaN or an infinity in row 5"),
+        ("engine", "layers.3.attn_norm.weight", 5, "NaN or an infinity in row 5"),
+        ("engine", "layers.1.engram.embed.weight", 600, "NaN or an infinity in row 600"),
+        ("engine", "layers.2.ffn.experts.1.w2.weight", 127, "NaN or an infinity in row 127"),
+    ],
+)
+def test_engines_and_copies_of_nan_are_refused(
+    command: str, name: str, row: int, words: str,
+    float_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Norms are 1-D; quantize copies them."""
+    shutil.copytree(float_dir, tmp_path / "ckpt")
+    poison(tmp_path / "ckpt", name, row, float("nan"))
+    if command == "quantize":
+        assert quantize(tmp_path / "ckpt", tmp_path / "out") == 1
+    else:
+        made = ["--checkpoint_dir", str(tmp_path / "ckpt"), "--output_dir", str(tmp_path / "out")]
+        assert main(["engine", *made]) == 1
+    assert f"{name} holds a {words}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["layers.3.attn.wq_b.weight", "layers.3.attn_norm.weight"])
+def test_huge_values_are_reported(
+    name: str, float_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1e38 is finite, and any sum of its products is not."""
+    shutil.copytree(float_dir, tmp_path / "ckpt")
+    poison(tmp_path / "ckpt", name, 5, 1e38)
+    warning = f"warning: {name} holds magnitudes of 1.3e+30 or more"
+    assert quantize(tmp_path / "ckpt", tmp_path / "out") == 0
+    assert warning in capsys.readouterr().err
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["huge_tensors"] == [name]
+    made = ["--checkpoint_dir", str(tmp_path / "out"), "--output_dir", str(tmp_path / "engine")]
+    assert main(["engine", *made]) == 0
+    stored = name.replace(".weight", ".scale") if "wq_b" in name else name  # there 2^118
+    assert warning.replace(name, stored) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codes", "answer"),
+    [
+        ("F8_E4M3", [0x7E, 0xFE, 0], False),  # ±448
+        ("F8_E4M3", [0, 0x7F, 0], "row 1"),
+        ("F8_E4M3", [0, 0, 0xFF], "row 2"),
+        ("F8_E8M0", [0, 226, 127], False),  # 2^99
+        ("F8_E8M0", [227, 1, 1], True),
+        ("F8_E8M0", [254, 1, 255], "row 2"),
+        ("I8", [0xFF, 0x7F, 0], False),
+    ],
+)
+def test_stored_codes_that_are_no_numbers(dtype: str, codes: list[int], answer: bool | str) -> None:
+    stored = torch.tensor(codes, dtype=torch.uint8)
+    if isinstance(answer, str):
+        with pytest.raises(CheckpointError, match=answer):
+            check_values("x", stored, dtype)
+    else:
+        assert check_values("x", stored, dtype) is answer
 
 
 def test_rows_of_part_groups(small_dir: Path) -> None:
