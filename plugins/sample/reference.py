@@ -39,24 +39,29 @@ def sample(
     token = _greedy(logits)
     limited = (top_k > 0) | (top_p < 1)
     hot, cut = temperature > 0, min_p > 0
+    if not bool(hot.any()):
+        return token
+    uniforms = uniform(seed, output_index)
+    # Rows that keep few tokens stand together: a tile works on as many ranks as its widest row.
+    vocab = logits.shape[-1]
+    most = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    by_most = (2 * most - cut.to(most.dtype)).argsort()
     for rows in (hot & ~limited & ~cut, hot & ~limited & cut, hot & limited):
-        drawn = rows.nonzero().squeeze(-1)
-        if drawn.numel() == 0:
-            continue
-        u = uniform(seed[drawn], output_index[drawn])
+        drawn = by_most[rows[by_most]]
         for part in _tiles(drawn, logits):
             at = drawn[part]
             # Twice as fast as logits[at].
             values, heat, least = logits.index_select(0, at), temperature[at], min_p[at]
+            u = uniforms[at]
             if bool(limited[drawn[0]]):
-                ranking = _Ranking(values, heat, top_k[at], top_p[at], least)
-                token[at] = ranking.draw(u[part])
+                ranking = _Ranking(values, heat, most[at], top_p[at], least)
+                token[at] = ranking.draw(u)
             else:
-                weight = _weights(values, values, heat)
+                weight = _weights(values, values.amax(-1, keepdim=True), heat)
                 if bool(cut[drawn[0]]):
                     # A product, because masked_fill_ takes five times longer on a CPU.
                     weight *= values >= _floor(values, heat, least)
-                token[at] = _draw(weight, u[part])
+                token[at] = _draw(weight, u)
     return token
 
 
@@ -77,27 +82,26 @@ def _greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 class _Ranking:
-    """The rows of logits [S, V] by falling value, and how many of each row's ranks stay."""
+    """The rows of logits [S, V] by falling value, and how many of each row's ranks stay: of the
+    first `most` [S]."""
 
     def __init__(
         self,
         logits: torch.Tensor,
         temperature: torch.Tensor,
-        top_k: torch.Tensor,
+        most: torch.Tensor,
         top_p: torch.Tensor,
         min_p: torch.Tensor,
     ) -> None:
-        vocab = logits.shape[-1]
         # numpy, which sorts on a CPU, has no bfloat16.
         self._logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         self._negated = _rising(self._logits.neg())  # the search below wants a rising order
-        self._mass = _weights(self._negated.neg(), logits, temperature).cumsum(-1)
-        most = torch.where(top_k > 0, top_k, vocab)
         if bool((min_p > 0).any()):
             floor = _floor(self._logits, temperature, min_p)
             probable = torch.searchsorted(self._negated, -floor, right=True).squeeze(-1)
-            most = torch.minimum(most, probable)
-        most = most.clamp(1, vocab)
+            most = torch.minimum(most, probable).clamp(min=1)
+        kept = self._negated[:, : int(most.max())].neg()
+        self._mass = _weights(kept, kept[:, :1], temperature).cumsum(-1)
         share = torch.where(top_p < 1, top_p.to(torch.float64), float("inf"))
         needed = share[:, None] * self._mass.gather(-1, most[:, None] - 1)
         reached = torch.searchsorted(self._mass, needed) + 1
@@ -114,17 +118,28 @@ class _Ranking:
 
     def _id_of(self, rank: torch.Tensor) -> torch.Tensor:
         """Tokens [S]. Of equal logits the lower ids have the lower ranks."""
-        equals = self._logits == -self._negated.gather(-1, rank)
-        vocab = equals.shape[-1]
-        # Numbers up to 2^24 are exact in float32, whose largest is found faster than its place.
-        from_end = torch.arange(vocab, 0, -1, dtype=torch.float32, device=equals.device)
-        id = vocab - (equals * from_end).amax(-1).to(torch.int64)
+        equals = _equals(self._logits, -self._negated.gather(-1, rank))
+        id = _first(equals)
         behind = (rank - self._first_of(rank)).squeeze(-1)
         later = behind.nonzero().squeeze(-1)
         if later.numel():
             place = equals[later].cumsum(-1) == behind[later, None] + 1
-            id[later] = place.to(torch.uint8).argmax(-1)
+            id[later] = _first(place)
         return id
+
+
+def _equals(values: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    if values.device.type == "cpu":
+        # Five times faster than torch's.
+        return torch.from_numpy(values.numpy() == of.numpy())
+    return values == of
+
+
+def _first(flags: torch.Tensor) -> torch.Tensor:
+    """The place of each row's first True, int64."""
+    if flags.device.type == "cpu":
+        return torch.from_numpy(flags.numpy().argmax(-1))
+    return flags.to(torch.uint8).argmax(-1)
 
 
 def _draw(weight: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -133,11 +148,10 @@ def _draw(weight: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return _fall(mass, mass[:, -1:], u).clamp_(max=weight.shape[-1] - 1).squeeze(-1)
 
 
-def _weights(values: torch.Tensor, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Float64 weights of the values, which are the rows of logits [S, V] in any order."""
-    peak = logits.amax(-1, keepdim=True).to(torch.float64)
+def _weights(values: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Float64 weights of logits [S, n], of which none is above `peak` [S, 1]."""
     cold = temperature[:, None].to(torch.float64).clamp(min=1e-30).reciprocal()
-    return values.to(torch.float64, copy=True).sub_(peak).mul_(cold).exp_()
+    return values.to(torch.float64, copy=True).sub_(peak.to(torch.float64)).mul_(cold).exp_()
 
 
 def _floor(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
