@@ -77,7 +77,9 @@ class GenerateRequest:
     prompt_logprobs: the same of the prompt's tokens. echo: the prompt before the answer's text
     and, with logprobs, prompt_logprobs. exclude_input_in_output: false does the former.
     num_return_sequences: answers to the prompt; more than one are streamed.
-    priority: smaller is earlier. cache_salt: prefixes are shared among equal salts only.
+    guided_decoding_guide_type, guided_decoding_guide: the form of the answer, as
+    docs/operations.md says. priority: smaller is earlier. cache_salt: prefixes are shared among
+    equal salts only.
     request_id, session_id: named in the server's log.
     Values are judged by the server; only what cannot be carried is refused here (ValueError).
     """
@@ -110,6 +112,8 @@ class GenerateRequest:
     num_return_sequences: int | None = None
     return_token_bytes: bool | None = None
     exclude_input_in_output: bool | None = None
+    guided_decoding_guide_type: str | None = None
+    guided_decoding_guide: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     session_id: str | None = None

@@ -62,6 +62,8 @@ INPUTS = (
     TensorSpec("num_return_sequences", "INT32", np.int32),
     TensorSpec("return_token_bytes", "BOOL", np.bool_),
     TensorSpec("exclude_input_in_output", "BOOL", np.bool_),
+    TensorSpec("guided_decoding_guide_type", "BYTES", np.object_),
+    TensorSpec("guided_decoding_guide", "BYTES", np.object_),
     TensorSpec("priority", "INT32", np.int32),
     TensorSpec("cache_salt", "BYTES", np.object_),
     TensorSpec("session_id", "BYTES", np.object_),

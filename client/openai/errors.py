@@ -75,3 +75,8 @@ class ApiError(Exception):
         if self.retry_seconds is None:
             return {}
         return {"Retry-After": str(max(1, math.ceil(self.retry_seconds)))}
+
+
+def refused(param: str, reason: str) -> ApiError:
+    """Of a field that is right by itself, for a reason that says what to do."""
+    return ApiError(400, f"expected no such {param}: {reason}", param=param, code=INVALID_ARGUMENT)

@@ -23,6 +23,9 @@ _INSTEAD = {
     "function_call": "use tool_choice",
     "chat_template_kwargs": "use thinking or reasoning_effort",
     "guided_json": "use response_format",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
     "image_url": "this model reads text only",
 }
 _PREFIX = "Input should be "
@@ -44,6 +47,15 @@ Texts = Annotated[list[str], BeforeValidator(_one_or_more)]
 class StreamOptions(Fields):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
+
+
+class StructuredOutputs(Fields):
+    """One of these is the form of the answer; other servers have them under these names."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class Sampling(Fields):
@@ -70,6 +82,7 @@ class Sampling(Fields):
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
     # Ignored.

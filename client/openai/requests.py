@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from client.openai.errors import ApiError
+from client.openai.errors import ApiError, refused
 from client.openai.fields import ChatFields, CompletionFields, Message, Sampling
+from client.openai.guides import guide_of
 from client.protocol import INVALID_ARGUMENT, GenerateRequest
 
 # Passed on under the same name.
@@ -45,12 +46,10 @@ def chat_request(fields: ChatFields, id: str) -> Asked:
     """`id` names the request in the deployment's log. Raises ApiError."""
     reasons, effort = _reasoning(fields)
     tools = _tools(fields)
-    if fields.response_format is not None and fields.response_format.type != "text":
-        raise _refused("response_format", "this server has no structured output; use text")
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise _refused("top_logprobs", "it needs logprobs true; set it")
+        raise refused("top_logprobs", "it needs logprobs true; set it")
     if None not in (fields.max_tokens, fields.max_completion_tokens):
-        raise _refused("max_tokens", "max_completion_tokens is the same; send one of them")
+        raise refused("max_tokens", "max_completion_tokens is the same; send one of them")
     log_probs = (fields.top_logprobs or 0) if fields.logprobs else None
     most_tokens = fields.max_completion_tokens or fields.max_tokens or _AS_MANY_AS_FIT
     request = _request(
@@ -78,9 +77,9 @@ def chat_request(fields: ChatFields, id: str) -> Asked:
 def completion_request(fields: CompletionFields, id: str) -> Asked:
     """As `chat_request`; requests of several prompts share the name."""
     if fields.echo and fields.logprobs is not None and (fields.n or 1) > 1:
-        raise _refused("n", "echo with logprobs has one answer; send the request again")
+        raise refused("n", "echo with logprobs has one answer; send the request again")
     if fields.best_of not in (None, fields.n or 1):
-        raise _refused("best_of", "nothing ranks answers here; use n")
+        raise refused("best_of", "nothing ranks answers here; use n")
     most_tokens = _COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
     return Asked(
         requests=[
@@ -104,9 +103,12 @@ def completion_request(fields: CompletionFields, id: str) -> Asked:
 def _request(
     fields: Sampling, most_tokens: int, log_probs: int | None, id: str, **prompt: Any
 ) -> GenerateRequest:
+    guide = guide_of(fields)
     try:
         return GenerateRequest(
             request_id=id,
+            guided_decoding_guide_type=None if guide is None else guide.kind,
+            guided_decoding_guide=None if guide is None else guide.text,
             max_tokens=most_tokens,
             stop_words=fields.stop,
             seed=None if fields.seed is None else fields.seed % 2**64,
@@ -125,7 +127,7 @@ def _includes_usage(fields: Sampling) -> bool:
     if fields.stream_options is None:
         return False
     if not fields.stream:
-        raise _refused("stream_options", "it needs stream true; leave it out")
+        raise refused("stream_options", "it needs stream true; leave it out")
     return fields.stream_options.include_usage
 
 
@@ -136,7 +138,7 @@ def _reasoning(fields: ChatFields) -> tuple[bool, str | None]:
     if thinking is not None:
         enabled = thinking.type == "enabled"
         if wants not in (None, enabled):
-            raise _refused("thinking", f"reasoning_effort {effort} says otherwise; send one")
+            raise refused("thinking", f"reasoning_effort {effort} says otherwise; send one")
         wants = enabled
     if not wants or effort is None:
         return bool(wants), None
@@ -147,11 +149,11 @@ def _tools(fields: ChatFields) -> list[Mapping[str, Any]]:
     """The tools that the prompt shall name."""
     choice = fields.tool_choice
     if choice is not None and not fields.tools and choice != "none":
-        raise _refused("tool_choice", "there are no tools; send tools or leave it out")
+        raise refused("tool_choice", "there are no tools; send tools or leave it out")
     if choice == "none":
         return []
     if choice not in (None, "auto"):
-        raise _refused("tool_choice", "this server cannot force a call; use auto or none")
+        raise refused("tool_choice", "this server cannot force a call; use auto or none")
     return [
         {
             "type": "function",
@@ -173,7 +175,3 @@ def _message(message: Message) -> Mapping[str, Any]:
         ] or None,
     }  # fmt: skip
     return {name: value for name, value in sent.items() if value is not None}
-
-
-def _refused(param: str, reason: str) -> ApiError:
-    return ApiError(400, f"expected no such {param}: {reason}", param=param, code=INVALID_ARGUMENT)

@@ -80,6 +80,52 @@ def test_any_body_is_sent_or_refused_with_a_sentence(body: dict[str, Any]) -> No
     assert len(said) < 400
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind", "guide"),
+    [
+        ({"response_format": {"type": "text"}}, None, None),
+        ({"response_format": {"type": "json_object"}}, "json", None),
+        (
+            {"response_format": {
+                "type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}
+            }},
+            "json_schema", '{"type": "null"}',
+        ),
+        ({"structured_outputs": {"json": {"type": "null"}}}, "json_schema", '{"type": "null"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["é"]}}, "choice", '["é"]'),
+        ({"structured_outputs": {"grammar": "root ::= [a]"}}, "grammar", "root ::= [a]"),
+    ],
+)  # fmt: skip
+def test_forms_of_an_answer(fields: dict[str, Any], kind: str | None, guide: str | None) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+    (request,) = chat_request(read_body(ChatFields, json.dumps(body).encode()), "id").requests
+    assert request.guided_decoding_guide_type == kind
+    assert request.guided_decoding_guide == guide
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {}}, "it needs one of json, regex, choice and grammar"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "it needs one of"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "says another form",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}],
+             "response_format": {"type": "json_object"}},
+            "an answer of a given form calls none",
+        ),
+    ],
+)  # fmt: skip
+def test_forms_that_cannot_be_had(fields: dict[str, Any], sentence: str) -> None:
+    said = refusal({"model": "m", "messages": [{"role": "user", "content": "a"}], **fields})
+    assert sentence in said
+
+
 def test_lists_that_are_empty_ask_for_nothing() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stop": [], "tools": []}
     asked = chat_request(read_body(ChatFields, json.dumps(body).encode()), "id")

@@ -146,6 +146,26 @@ def test_echo_tells_the_log_probabilities_that_the_answer_had(api: openai.OpenAI
     assert set(probs.top_logprobs[place]) == set(said.logprobs.top_logprobs[0])
 
 
+def test_an_answer_of_the_form_that_was_asked_for(api: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"dollars": {"type": "integer"}, "sure": {"type": "boolean"}},
+        "required": ["dollars", "sure"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    made = ask(api, PROBLEM, response_format=form, temperature=2.0, seed=1, max_tokens=40)
+    value = json.loads(made.choices[0].message.content)
+    assert made.choices[0].finish_reason == "stop"
+    assert {name: type(field) for name, field in value.items()} == {"dollars": int, "sure": bool}
+    outputs: Any = {"structured_outputs": {"choice": ["red", "green"]}}
+    chosen = api.completions.create(model=MODEL, prompt="Sara saved", extra_body=outputs)
+    assert chosen.choices[0].text in ("red", "green")
+    form["json_schema"]["schema"] = {"type": "nothing"}
+    with pytest.raises(openai.BadRequestError, match="JSON schema, got at #: Invalid type"):
+        ask(api, PROBLEM, response_format=form)
+
+
 def test_what_does_not_fit_is_a_sentence(api: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="at most 512 tokens together, got") as caught:
         ask(api, PROBLEM, max_tokens=600)
