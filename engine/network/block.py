@@ -7,14 +7,14 @@ sublayer's output back; its `pre` collapses the streams for the NEXT sublayer, a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from engine.config import ModelConfig
 from engine.network.weights import HyperWeights, LayerWeights, MoeWeights
 from plugins.mega_gate import mega_gate
-from plugins.mega_mhc import HcMix, hc_collapse, hc_expand, hc_mix
+from plugins.mega_mhc import HcMix, hc_collapse, hc_expand, hc_mix, mega_mhc
 from plugins.moe import moe
 from plugins.norm import rms_norm
 
@@ -53,23 +53,32 @@ def after_attention(
 ) -> Residual:
     """The rest of a layer, given its input and its attention's output y [T, D]."""
     attn = _mix(residual.streams, weights.attn_hc, config)
-    streams = hc_expand(residual.streams, y, attn.post, attn.comb)
-    ffn = _mix(streams, weights.ffn_hc, config)
-    u = collapse(Residual(streams, attn.pre), weights.ffn_norm, config)
+    streams, ffn, u = mega_mhc(
+        residual.streams,
+        y,
+        *(attn.post, attn.comb, attn.pre),
+        *_operands(weights.ffn_hc),
+        weights.ffn_norm,
+        **_sizes(config),
+    )
     y = experts(u, weights.moe, config, top_k, is_image)
     return Residual(hc_expand(streams, y, ffn.post, ffn.comb), ffn.pre)
 
 
 def _mix(streams: torch.Tensor, weights: HyperWeights, config: ModelConfig) -> HcMix:
-    return hc_mix(
-        streams,
-        weights.fn,
-        weights.base,
-        weights.scale,
-        sinkhorn_iters=config.hc_sinkhorn_iters,
-        hc_eps=config.hc_eps,
-        norm_eps=config.rms_norm_eps,
-    )
+    return hc_mix(streams, *_operands(weights), **_sizes(config))
+
+
+def _operands(weights: HyperWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return weights.fn, weights.base, weights.scale
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "sinkhorn_iters": config.hc_sinkhorn_iters,
+        "hc_eps": config.hc_eps,
+        "norm_eps": config.rms_norm_eps,
+    }
 
 
 def experts(

@@ -2,7 +2,8 @@
 
 A sublayer computes its mix from the streams before it; `post` and `comb` write the sublayer's
 output back, while `pre` is consumed by the NEXT sublayer's collapse. That order lets one kernel do
-expand, the next mix, collapse and norm in one pass over the streams; here they are three pieces.
+expand, the next mix, collapse and norm in one pass over the streams: `mega_mhc` does where there is
+such a kernel, and calls the pieces elsewhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from plugins.elementwise import sigmoid
 from plugins.linear.tiles import row_tiled
 from plugins.mega_mhc.schema import HC_COLLAPSE, HC_EXPAND, HC_MIX
+from plugins.norm import rms_norm
 from plugins.registry import operator
 
 
@@ -84,6 +86,61 @@ def hc_expand(
         tuple(comb[:, i, :, None] * wide[:, i, None, :] for i in range(streams.shape[1]))
     )
     return (injected + mixed).to(streams.dtype)
+
+
+def mega_mhc(
+    streams: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+    *,
+    sinkhorn_iters: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, HcMix, torch.Tensor]:
+    """From one sublayer's output to the next one's input: (streams [T, S, D], mix, u [T, D]).
+
+    y, post and comb as in hc_expand; fn, base and scale are the next sublayer's, as in hc_mix; pre
+    [T, S] collapses the expanded streams, norm [D] normalises the result.
+    """
+    run = mhc_pieces
+    if streams.is_cuda and not torch.compiler.is_exporting():
+        from plugins.mega_mhc import kernel
+
+        run = kernel.mega_mhc
+    return run(
+        streams, y, post, comb, pre, fn, base, scale, norm,
+        sinkhorn_iters=sinkhorn_iters, hc_eps=hc_eps, norm_eps=norm_eps,
+    )  # fmt: skip
+
+
+def mhc_pieces(
+    streams: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+    *,
+    sinkhorn_iters: int,
+    hc_eps: float,
+    norm_eps: float,
+) -> tuple[torch.Tensor, HcMix, torch.Tensor]:
+    """mega_mhc, operator by operator."""
+    expanded = hc_expand(streams, y, post, comb)
+    mix = hc_mix(
+        expanded, fn, base, scale,
+        sinkhorn_iters=sinkhorn_iters, hc_eps=hc_eps, norm_eps=norm_eps,
+    )  # fmt: skip
+    return expanded, mix, rms_norm(hc_collapse(expanded, pre), norm, norm_eps)
 
 
 def _ordered_sum(terms: tuple[torch.Tensor, ...]) -> torch.Tensor:
