@@ -97,7 +97,8 @@ def moe(
     *,
     swiglu_limit: float,
 ) -> torch.Tensor:
-    """Σ over the chosen experts plus all shared ones (weight 1), [T, D] in u's dtype.
+    """Σ over the chosen experts plus all shared ones (weight 1; there may be none), [T, D] in u's
+    dtype.
 
     u [T, D]; ids [T, k] int64, distinct within a row and in 0 … E − 1; weights [T, k]. Sums are
     kept in at least float32 and cast once. Experts that no row chose do no work.
@@ -120,6 +121,8 @@ def moe(
     for column in range(1, ids.shape[1]):
         total = total + pairs[:, column]
     num_shared = shared.count
+    if num_shared == 0:
+        return total.to(u.dtype)
     x = inputs[_takes_mxfp8(shared)].repeat(num_shared, 1)
     one = total.new_ones(())
     y = _experts(x, one, [u.shape[0]] * num_shared, shared, swiglu_limit)

@@ -1,0 +1,104 @@
+"""Products of FP4 expert weights by E4M3 rows on E4M3 tensor cores; docs/kernels/moe.md says why.
+
+Within a row of a weight, a group's E2M1 codes times its power of two are E4M3 values of one power
+of two for the whole row, as long as the groups' powers lie within 2^11: the eight magnitudes of a
+group are a table of eight bytes that a byte permutation looks up, four codes at a time. Rows come
+as codes with one power of two each (kernel_route.round_rows).
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from plugins.device.numbers import E2M1_UNIT, E4M3_UNIT, e2m1_pair, e4m3
+
+# The largest magnitude 6 of the group with the largest power becomes 6 · 2^6 = 384, and 0.5 of the
+# smallest one 2^−6, the smallest normal number.
+TOP = tl.constexpr(6)
+SPREAD = 11
+# Eight codes of a word, first to last, as the negatives of their values: a nibble's sign bit makes
+# the byte permutation repeat the sign of 0x40, which is 0, so it marks what is positive.
+EIGHT_CODES = tl.constexpr("""
+{
+.reg .b32 low, high, magnitude, sign, byte, mark, forty;
+mov.b32 forty, 0x40;
+mad.lo.s32 low, $3, 0x08080800, 0x3C383000;
+mad.lo.s32 high, $3, 0x08080808, 0x4C484440;
+and.b32 magnitude, $2, 0x77777777;
+and.b32 sign, $2, 0x88888888;
+prmt.b32 byte, low, high, magnitude;
+prmt.b32 mark, forty, forty, sign;
+mad.lo.u32 $0, mark, 2, byte;
+shr.u32 magnitude, magnitude, 16;
+shr.u32 sign, sign, 16;
+prmt.b32 byte, low, high, magnitude;
+prmt.b32 mark, forty, forty, sign;
+mad.lo.u32 $1, mark, 2, byte;
+}
+""")
+
+
+@triton.jit
+def _decode(byte, shift, WIDEN: tl.constexpr):
+    """The negatives of the codes in bytes [N, 64] as an operand [N, 128], for exponent shifts int32
+    [N, 4] of their groups: the first four codes of every word of eight, then the last four."""
+    N: tl.constexpr = byte.shape[0]
+    if WIDEN:
+        even, odd = e2m1_pair(byte.to(tl.int32).reshape(N, 4, 16))
+        shift = tl.minimum(tl.maximum(shift, TOP - 11), TOP)
+        power = ((shift + 127) << 23).to(tl.float32, bitcast=True) * -E2M1_UNIT
+        values = tl.join(even * power[:, :, None], odd * power[:, :, None])
+        operand = values.reshape(N, 16, 2, 4).permute(0, 2, 1, 3)
+    else:
+        shift = tl.broadcast_to(shift[:, :, None], (N, 4, 16)).reshape(N, 64)
+        first, last = tl.inline_asm_elementwise(
+            EIGHT_CODES,
+            "=&r,=&r,r,r,r,r,r",
+            [byte, shift],
+            dtype=(tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
+        operand = tl.join(first, last).permute(0, 2, 1).to(tl.float8e4nv, bitcast=True)
+    return operand.reshape(N, 128)
+
+
+@triton.jit
+def product_float8(
+    codes, scales, row, codes_apart, scales_apart, exponent, x_codes, x_powers, x_row,
+    WIDTH: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Weight rows times rows, float32 [N, ROWS].
+
+    row int64 [N]: rows of the matrix whose bytes start at codes and scales, or so many bytes apart
+    [N]; exponent int32 [N]: the largest scale byte of each; x_row int64 [ROWS]: rows of x_codes
+    and x_powers.
+    """
+    N: tl.constexpr = exponent.shape[0]
+    ROWS: tl.constexpr = x_row.shape[0]
+    byte_at = (codes_apart + row * (WIDTH // 2))[:, None] + tl.arange(0, 64)[None, :]
+    scale_at = scales_apart // 4 + row * (WIDTH // 128)
+    x_at = x_row[:, None] * WIDTH + tl.arange(0, 128)[None, :]
+    words = scales.to(tl.pointer_type(tl.uint32), bitcast=True)
+    place = 8 * tl.arange(0, 4)[None, :]
+    total = tl.zeros((N, ROWS), tl.float32)
+    for step in range(WIDTH // 128):
+        byte = tl.load(codes + byte_at + step * 64)
+        four = tl.load(words + scale_at + step)
+        scale = ((four[:, None] >> place) & 0xFF).to(tl.int32)
+        # Out of range only where all codes are 0, which is the first byte of any table.
+        weight = _decode(byte, scale - exponent[:, None] + TOP, WIDEN)
+        x = tl.load(x_codes + x_at + step * 128)
+        if WIDEN:
+            x = e4m3(x.to(tl.int32)) * E4M3_UNIT
+        # Sums inside the tensor core keep 14 bits or so: no more than 128 products of them.
+        total += tl.dot(weight, tl.trans(x))
+    # Of 2^(exponent − 127 − TOP) in two factors, either of which is a normal number.
+    half = exponent >> 1
+    factor = (half << 23).to(tl.float32, bitcast=True)
+    rest = ((exponent - half - TOP + 127) << 23).to(tl.float32, bitcast=True)
+    return total * (-factor[:, None]) * (rest[:, None] * tl.load(x_powers + x_row)[None, :])

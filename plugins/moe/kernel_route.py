@@ -1,0 +1,113 @@
+"""Routing of the mixture of experts on the device: from expert ids to grouped rows, and back.
+
+A pair is a token and one of its experts; pair p belongs to token p // k. Pairs are grouped by
+expert, in their own order within it. The sizes of all arrays follow from shapes, never from ids.
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from plugins.device.numbers import e4m3_code, mxfp8_round
+
+
+@triton.jit
+def route(
+    ids, num_pairs, num_experts, segments, order, places,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program i groups the pairs of the i-th expert that any row chose.
+
+    segments int32 [programs, 3]: its id, its first place and its number of pairs, 0 where fewer
+    experts were chosen. order int32: the pair at a place; places int32: the place of a pair.
+    """
+    expert = tl.arange(0, EXPERTS)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, num_pairs, CHUNK):
+        pair = first + tl.arange(0, CHUNK)
+        # What lies beyond the pairs counts for an expert that does not exist.
+        chosen = tl.load(ids + pair, mask=pair < num_pairs, other=EXPERTS - 1).to(tl.int32)
+        counts += tl.histogram(chosen, EXPERTS)
+    counts = tl.where(expert < num_experts, counts, 0)
+    starts = tl.cumsum(counts, axis=0) - counts
+    rank = tl.cumsum((counts > 0).to(tl.int32), axis=0) - 1
+    index = tl.program_id(0)
+    is_mine = (rank == index) & (counts > 0)
+    mine = tl.sum(tl.where(is_mine, expert, 0), axis=0)
+    place = tl.sum(tl.where(is_mine, starts, 0), axis=0)
+    count = tl.sum(tl.where(is_mine, counts, 0), axis=0)
+    tl.store(segments + 3 * index, mine)
+    tl.store(segments + 3 * index + 1, place)
+    tl.store(segments + 3 * index + 2, count)
+    end = tl.where(count > 0, num_pairs, 0)
+    for first in range(0, end, CHUNK):
+        pair = first + tl.arange(0, CHUNK)
+        chosen = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+        hit = chosen == mine
+        before = tl.cumsum(hit.to(tl.int32), axis=0)
+        tl.store(order + place + before - 1, pair, mask=hit)
+        tl.store(places + pair, place + before - 1, mask=hit)
+        place += tl.sum(hit.to(tl.int32), axis=0)
+
+
+@triton.jit
+def round_rows(
+    x, row_stride, rounded, codes, powers, first_values, end_codes,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUES: tl.constexpr, CODES: tl.constexpr,
+    FLOAT8: tl.constexpr,
+):  # fmt: skip
+    """Rows rounded to MXFP8: from row first_values on as values, and up to end_codes as E4M3 codes
+    that share one power of two a row (`powers`), in the order that kernel_float8.py takes them.
+
+    What is less than 2^−13 of the row's largest value loses bits: at most 2^−17 of that largest.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    there = column < WIDTH
+    value = tl.load(x + row * row_stride + column, mask=there, other=0.0).to(tl.float32)
+    value = mxfp8_round(value, FLOAT8)
+    if VALUES and row >= first_values:
+        tl.store(rounded + row * WIDTH + column, value.to(rounded.dtype.element_ty), mask=there)
+    if CODES and row < end_codes:
+        bits = value.to(tl.int32, bitcast=True)
+        largest = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1), axis=0)
+        # The largest value comes into [128, 256).
+        exponent = tl.minimum(tl.maximum(largest >> 23, 8), 253) - 7
+        value *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        if FLOAT8:
+            code = value.to(tl.float8e4nv)
+        else:
+            code = (e4m3_code(tl.abs(value)) | ((bits >> 24) & 0x80)).to(tl.uint8)
+        place = column % 128
+        place = column - place + place // 8 * 4 + place % 4 + place // 4 % 2 * 64
+        tl.store(codes + row * WIDTH + place, code, mask=there)
+        # A row that holds a NaN poisons its products by its power.
+        power = (exponent << 23).to(tl.float32, bitcast=True)
+        tl.store(powers + row, tl.where(largest >= 0x7F800000, float("nan"), power))
+
+
+@triton.jit
+def combine(
+    y, places, total, num_rows, first_shared,
+    TOP_K: tl.constexpr, PADDED_K: tl.constexpr, SHARED: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Add a row's experts in ascending order (places ascend with experts), then the shared ones."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = column < WIDTH
+    nth = tl.arange(0, PADDED_K)
+    place = tl.load(places + row * TOP_K + nth, mask=nth < TOP_K, other=0x7FFFFFFF)
+    result = tl.zeros((TILE,), tl.float32)
+    for _ in tl.static_range(TOP_K):
+        least = tl.min(place, axis=0)
+        place = tl.where(place == least, 0x7FFFFFFF, place)
+        result += tl.load(y + least.to(tl.int64) * WIDTH + column, mask=there, other=0.0)
+    for expert in tl.static_range(SHARED):
+        at = (first_shared + expert * num_rows + row) * WIDTH
+        result += tl.load(y + at + column, mask=there, other=0.0)
+    tl.store(total + row * WIDTH + column, result.to(total.dtype.element_ty), mask=there)

@@ -1,0 +1,288 @@
+"""The expert kernels: routing against Python, products against float64, the whole operator."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_oracle import DEVICE, load_kernel
+
+from plugins.formats import mxfp8
+from plugins.formats.nvfp4 import quantize_weight
+from plugins.formats.released import quantize_fp4_rows, quantize_fp8_blocks, quantize_fp8_rows
+from plugins.linear.weight import PackedFormat, PackedMatrix
+from plugins.moe import ExpertWeights, PackedExpertWeights, moe
+from plugins.moe.cases import CASES, MoeCase
+
+kernel = load_kernel("moe")
+# Where the operator's module loads, so do its others.
+device_weights, kernel_float8, kernel_product, kernel_route = (
+    importlib.import_module(f"plugins.moe.{name}")
+    for name in ("device_weights", "kernel_float8", "kernel_product", "kernel_route")
+)
+
+QUANTIZERS: dict[str, Callable] = {
+    "fp4": quantize_fp4_rows,
+    "fp8": quantize_fp8_blocks,
+    "mxfp8": quantize_fp8_rows,
+    "nvfp4": quantize_weight,
+}
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def packed(weight: torch.Tensor, name: str, dtype: torch.dtype) -> PackedMatrix:
+    codes, scale, *rest = QUANTIZERS[name](weight)
+    factor = rest[0].to(DEVICE) if rest else None
+    shape = (weight.shape[0], weight.shape[1])
+    return PackedMatrix(
+        PackedFormat(name), shape, codes.to(DEVICE), scale.to(DEVICE), factor, dtype
+    )
+
+
+def experts(
+    count: int, hidden: int, inter: int, name: str, dtype: torch.dtype, spread: int = 0
+) -> PackedExpertWeights:
+    """Groups of 32 differ by up to 2^spread; one row of every matrix is zero."""
+    draw = torch.Generator().manual_seed(count + spread)
+
+    def matrices(rows: int, columns: int) -> list[PackedMatrix]:
+        made = []
+        for _ in range(count):
+            powers = 2.0 ** -torch.randint(spread + 1, (rows, columns // 32), generator=draw)
+            weight = torch.randn(rows, columns, generator=draw) * columns**-0.5
+            weight *= powers.repeat_interleave(32, 1)
+            weight[rows // 2] = 0.0
+            made.append(packed(weight, name, dtype))
+        return made
+
+    w1, w3, w2 = matrices(inter, hidden), matrices(inter, hidden), matrices(hidden, inter)
+    return PackedExpertWeights(w1, w3, w2, dtype, quantized_input=True)
+
+
+def on_device(operands: dict) -> dict:
+    def moved(x: object) -> object:
+        if isinstance(x, PackedExpertWeights):
+            return x
+        if isinstance(x, ExpertWeights):
+            return ExpertWeights(*(w.to(DEVICE) for w in (x.w1, x.w3, x.w2)), x.quantized_input)
+        return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+
+    return {name: moved(x) for name, x in operands.items()}
+
+
+def in_float64(operands: dict) -> torch.Tensor:
+    """Token by token and expert by expert."""
+    u, ids, weights = (operands[name].cpu() for name in ("u", "ids", "weights"))
+    limit = operands["swiglu_limit"]
+    total = torch.zeros(u.shape, dtype=torch.float64)
+    for which in ("routed", "shared"):
+        of = operands[which]
+        w1, w3, w2 = (w.cpu().double() for w in (of.w1, of.w3, of.w2))
+        for t in range(len(u)):
+            x = u[t].double()
+            x = mxfp8.ACTIVATION.round(x) if of.quantized_input else x
+            chosen = ids[t].tolist() if which == "routed" else range(of.count)
+            for place, e in enumerate(chosen):
+                gate = (w1[e] @ x).clamp(max=limit)
+                a = gate * torch.sigmoid(gate) * (w3[e] @ x).clamp(-limit, limit)
+                a = a * weights[t, place].double() if which == "routed" else a
+                a = a.to(u.dtype).double()
+                total[t] += w2[e] @ (mxfp8.ACTIVATION.round(a) if of.quantized_input else a)
+    return total
+
+
+def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = ours.cpu().double() - expected.double()
+    return float(difference.norm() / expected.double().norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case(case: MoeCase, dtype: torch.dtype) -> None:
+    operands = case.operands(dtype)
+    ours = kernel.moe(**on_device(operands))
+    assert ours.dtype == dtype
+    assert ours.shape == (case.rows, case.width)
+    # A code at a rounding border may flip in narrow types; the interpreter cuts off bfloat16.
+    limit = 2e-6 if dtype == torch.float32 and not case.quantized_input else 3e-2
+    assert relative(ours, in_float64(operands)) < limit
+
+
+@pytest.mark.parametrize(
+    ("routed", "shared", "spread", "stored"),
+    [
+        ("fp4", "fp8", 5, device_weights.FLOAT8),
+        ("fp4", "fp8", 14, 2),
+        ("nvfp4", "mxfp8", 3, 3),
+        ("mxfp8", "nvfp4", 3, 1),
+    ],
+)
+def test_packed_experts(routed: str, shared: str, spread: int, stored: int) -> None:
+    dtype = torch.bfloat16
+    of = experts(4, 128, 128, routed, dtype, spread)
+    known = device_weights.device_experts(of, dtype)
+    assert known.gate_up.stored == known.down.stored == stored
+    draw = torch.Generator().manual_seed(1)
+    operands = {
+        "u": torch.randn(3, 128, generator=draw).to(dtype),
+        "ids": torch.rand(3, 4, generator=draw).argsort(1)[:, :2],
+        "weights": torch.rand(3, 2, generator=draw),
+        "routed": of,
+        "shared": experts(1, 128, 128, shared, dtype),
+        "swiglu_limit": 10.0,
+    }
+    ours = kernel.moe(**on_device(operands))
+    assert relative(ours, in_float64(operands)) < 4e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "spread", "tolerance"),
+    [("fp4", 9, 3e-6), ("fp4", 14, 1e-6), ("mxfp8", 0, 1e-6), ("fp8", 0, 1e-6)],
+)
+def test_products_of_packed_weights_are_exact_up_to_summation(
+    name: str, spread: int, tolerance: float
+) -> None:
+    """`down` alone: its inputs need no rounding, and these weights none in bfloat16."""
+    dtype, count, hidden, inter = torch.bfloat16, 2, 160, 256
+    of = device_weights.device_experts(experts(count, hidden, inter, name, dtype, spread), dtype)
+    none = device_weights.device_experts(_no_experts(hidden, inter, dtype), dtype)
+    assert (of.down.stored == device_weights.FLOAT8) == (name == "fp4" and spread == 9)
+    draw = torch.Generator().manual_seed(2)
+    activation = torch.randn(5, inter, generator=draw) * 10.0 ** torch.arange(-2.0, 3.0)[:, None]
+    activation = mxfp8.ACTIVATION.round(activation.to(dtype))
+    a = kernel._inputs(activation.to(DEVICE), of, none, of.down.stored, 5)
+    segments = torch.tensor([[1, 0, 3], [0, 3, 2]], dtype=torch.int32, device=DEVICE)
+    y = torch.full((5, hidden), torch.nan, device=DEVICE)
+    kernel_product.down[(1, 2, 2)](
+        a.values, a.shared, a.codes, a.powers, segments, of.table, of.down_exponents, none.table,
+        y, 5, 5, 0, WIDTH=hidden, INTER=inter, STORED=of.down.stored, WORDS=of.down.words,
+        SHARED_STORED=device_weights.VALUES, SHARED_WORDS=False, TILE=128, INNER=128, ROWS=16,
+        SHARED_ROWS=16, HARDWARE=kernel._hardware(y.device), DOT=kernel.tl.bfloat16,
+        WIDEN=kernel.INTERPRETED,
+    )  # fmt: skip
+    w2 = experts(count, hidden, inter, name, dtype, spread).w2.cpu().double()
+    expected = torch.cat([activation[:3].double() @ w2[1].T, activation[3:].double() @ w2[0].T])
+    for row, right in zip(y, expected, strict=True):
+        # On a GPU, sums of 128 products inside the tensor core keep 14 bits.
+        assert relative(row, right) < (1e-3 if DEVICE == "cuda" else tolerance)
+
+
+def _no_experts(hidden: int, inter: int, dtype: torch.dtype) -> ExpertWeights:
+    up = torch.empty(0, inter, hidden, dtype=dtype, device=DEVICE)
+    return ExpertWeights(up, up, up.transpose(1, 2), quantized_input=False)
+
+
+def test_without_shared_experts() -> None:
+    operands = MoeCase("no shared", 4, 64, 32, 4, 2).operands(torch.float32)
+    operands["shared"] = _no_experts(64, 32, torch.float32)
+    expected = in_float64(operands)
+    assert relative(kernel.moe(**on_device(operands)), expected) < 2e-6
+    none = torch.empty(0, 32, 64)
+    operands["shared"] = ExpertWeights(none, none, none.transpose(1, 2), quantized_input=False)
+    assert relative(moe(**operands), expected) < 2e-6
+
+
+@pytest.mark.parametrize("rows", [1, 5, 21])
+@pytest.mark.parametrize("spread", ["random", "one expert", "highest first"])
+def test_pairs_are_grouped_by_expert(rows: int, spread: str) -> None:
+    """Chunks of 16 pairs, so that experts and counts cross their borders."""
+    count, k = 7, 3
+    ids = MoeCase("route", rows, 32, 32, count, k, spread=spread).operands(torch.float32)["ids"]
+    pairs, hit = rows * k, min(count, rows * k)
+    segments = torch.full((hit, 3), -7, dtype=torch.int32, device=DEVICE)
+    order, places = torch.full((2, pairs), -7, dtype=torch.int32, device=DEVICE)
+    kernel_route.route[(hit,)](ids.to(DEVICE), pairs, count, segments, order, places, 16, 16)
+    flat = ids.flatten().tolist()
+    expected = sorted(range(pairs), key=lambda pair: (flat[pair], pair))
+    assert order.tolist() == expected
+    assert [expected[place] for place in places.tolist()] == list(range(pairs))
+    chosen = sorted(set(flat))
+    wanted = [[e, sum(x < e for x in flat), flat.count(e)] for e in chosen]
+    assert segments[: len(chosen)].tolist() == wanted
+    assert segments[len(chosen) :, 2].tolist() == [0] * (hit - len(chosen))
+
+
+def test_the_inline_assembly_looks_codes_up() -> None:
+    """No interpreter runs it, so its instructions are followed here: eight nibbles become the
+    negatives of their values times 2^shift, for every shift and every byte at every place."""
+    lines = re.findall(r"(\w+)\.\w+(?:\.\w+)? ([^;]*);", kernel_float8.EIGHT_CODES.value)
+    lines = [line for line in lines if line[0] != "reg"]
+    assert len(lines) == 13
+
+    def permuted(low: int, high: int, selector: int) -> int:
+        table = (low | high << 32).to_bytes(8, "little")
+        result = 0
+        for place in range(4):
+            nibble = selector >> 4 * place & 15
+            byte = table[nibble & 7]
+            byte = (0xFF if byte & 0x80 else 0) if nibble & 8 else byte
+            result |= byte << 8 * place
+        return result
+
+    operations = {
+        "mov": lambda a: a,
+        "mad": lambda a, b, c: a * b + c & 0xFFFFFFFF,
+        "and": lambda a, b: a & b,
+        "shr": lambda a, b: a >> b,
+        "prmt": permuted,
+    }
+    for shift in range(6 - device_weights.SPREAD, 7):
+        for first in range(0, 256, 4):
+            word = int.from_bytes(range(first, first + 4), "little")
+            registers = {"$2": word, "$3": shift}
+            for name, text in lines:
+                target, *operands = text.split(", ")
+                values = [registers[x] if x in registers else int(x, 0) for x in operands]
+                registers[target] = operations[name](*values)
+            codes = [*registers["$0"].to_bytes(4, "little"), *registers["$1"].to_bytes(4, "little")]
+            ours = torch.tensor(codes, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+            nibbles = [word >> 4 * i & 15 for i in range(8)]
+            values = [E2M1[n & 7] * (-1 if n & 8 else 1) for n in nibbles]
+            assert torch.equal(ours, -torch.tensor(values) * 2.0**shift)
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    operands = on_device(MoeCase("batch", 21, 64, 32, 4, 2).operands(torch.float32))
+    whole = kernel.moe(**operands)
+    for part in (slice(3, 4), slice(0, 9)):
+        some = {name: operands[name][part] for name in ("u", "ids", "weights")}
+        assert torch.equal(kernel.moe(**{**operands, **some}), whole[part])
+
+
+def test_a_poisoned_row_poisons_no_other_and_unchosen_experts_are_not_read() -> None:
+    dtype = torch.bfloat16
+    of = experts(4, 128, 128, "fp4", dtype)
+    draw = torch.Generator().manual_seed(3)
+    operands = on_device(
+        {
+            "u": torch.randn(3, 128, generator=draw).to(dtype),
+            "ids": torch.tensor([[0, 2], [2, 0], [0, 2]]),
+            "weights": torch.rand(3, 2, generator=draw),
+            "routed": of,
+            "shared": experts(1, 128, 128, "fp8", dtype),
+            "swiglu_limit": 10.0,
+        }
+    )
+    whole = kernel.moe(**operands)
+    operands["u"][1, 5] = torch.nan
+    for matrices in of.matrices():
+        for unread in (1, 3):
+            matrices[unread].scale.view(torch.uint8).fill_(255)
+    ours = kernel.moe(**operands)
+    assert ours[1].isnan().all()
+    assert torch.equal(ours[[0, 2]], whole[[0, 2]])
+
+
+def test_mixed_formats_and_float64_run_the_reference() -> None:
+    of = experts(2, 64, 64, "fp8", torch.bfloat16)
+    w1, w3, w2 = of.matrices()
+    mixed = PackedExpertWeights((w1[0], w1[1].to(torch.bfloat16)), w3, w2, torch.bfloat16, True)
+    assert device_weights.device_experts(mixed, torch.bfloat16) is None
+    assert device_weights.device_experts(of, torch.float32) is None
+    operands = MoeCase("wide", 2, 32, 32, 4, 2).operands(torch.float64)
+    ours = kernel.moe(**on_device(operands))
+    assert relative(ours, in_float64(operands)) < 1e-12
