@@ -36,9 +36,10 @@ class Ceilings:
 
     bytes_per_us: float = 4.27e6
     bf16_per_us: float = 798e6
+    float8_per_us: float = 1501e6
 
     def calibrate(self) -> None:
-        """A copy by an elementwise kernel, read and written bytes counted, and an 8192³ product."""
+        """A copy by an elementwise kernel, read and written bytes counted, and 8192³ products."""
         source = torch.randn(1 << 28, device=DEVICE)
         target = torch.empty_like(source)
         copy = measure([lambda: torch.add(source, 1.0, out=target)])
@@ -46,6 +47,11 @@ class Ceilings:
         a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         product = measure([lambda: a @ b])
         self.bf16_per_us = 2 * 8192**3 / product["us_p10"]
+        one = torch.ones((), device=DEVICE)
+        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T
+        scaled = {"scale_a": one, "scale_b": one, "use_fast_accum": True}
+        product = measure([lambda: torch._scaled_mm(a, b, out_dtype=torch.bfloat16, **scaled)])
+        self.float8_per_us = 2 * 8192**3 / product["us_p10"]
 
 
 @dataclass
@@ -63,6 +69,7 @@ class Row:
     target_us: float | None = None
     peer: str | None = None
     theirs: Sequence[Call] = field(default_factory=tuple)
+    unit: str = "bf16"  # or "float8": whose ceiling `flop` is held against
 
 
 def rotations(footprint: float) -> int:
@@ -119,7 +126,8 @@ def run(row: Row, ceilings: Ceilings, *, dry: bool) -> dict[str, Any]:
         others = [measure(row.theirs)["us"] for _ in range(2)] if row.theirs else []
         second = measure(row.ours)
         floor_bytes = row.bytes / ceilings.bytes_per_us
-        floor_flop = row.flop / ceilings.bf16_per_us
+        per_us = ceilings.float8_per_us if row.unit == "float8" else ceilings.bf16_per_us
+        floor_flop = row.flop / per_us
         us = (first["us"] + second["us"]) / 2
         floor = max(floor_bytes, floor_flop)
         result |= first
@@ -127,7 +135,7 @@ def run(row: Row, ceilings: Ceilings, *, dry: bool) -> dict[str, Any]:
             "us": round(us, 3),
             "spread": round(abs(first["us"] - second["us"]) / us, 4),
             "floor_us": round(floor, 3),
-            "floor_by": "bytes" if floor_bytes >= floor_flop else "bf16",
+            "floor_by": "bytes" if floor_bytes >= floor_flop else row.unit,
             "floor_ratio": round(floor / us, 4),
             "peer": row.peer if others else None,
             "peer_us": round(sum(others) / 2, 3) if others else None,

@@ -16,7 +16,10 @@ import re
 import torch
 from harness import DEVICE, Ceilings, emit, load_peers, run
 
-OPS = ("mega_attention", "indexer", "topk_select", "cache_writes", "linear", "engram")
+OPS = (
+    "mega_attention", "indexer", "topk_select", "cache_writes", "linear", "engram", "experts",
+    "around_experts",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import re
 import sys
 from typing import Any
 
+import kernels_ahead_experts
 import triton.language as tl
 
 from plugins.compressor import kernel as compressor
@@ -36,6 +37,7 @@ KEYS = {**INDEX, "PER_PAGE": 128}
 FOR_EVERY_GENERATION = (
     "attention", "index float8", "index decode", "select rest", "write main",
     "linear blocks, 128 rows", "linear float8", "linear decode", "engram rows",
+    "experts up", "experts down", "mhc",
 )  # fmt: skip
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
 HEAD = {"H": 64, "WIDTH": 512, "ROTATED": 64, "PAIRS": 256}
@@ -207,6 +209,7 @@ def kernels(device: Limits) -> Kernels:
         ),
         *linear_kernels(device),
         *engram_kernels(device),
+        *kernels_ahead_experts.kernels(device),
     ]  # fmt: skip
 
 

@@ -11,14 +11,21 @@ from kernel_oracle import load_kernel, moved, paged
 from plugins.compressor.cases import PREVIOUS_CASES, PoolCase
 from plugins.engram import engram_layout
 from plugins.engram.cases import HASH_CASES, InjectCase
+from plugins.formats.nvfp4 import quantize_weight
 from plugins.formats.records import engram_record, index_record, main_record, window_record
+from plugins.formats.released import quantize_fp4_rows, quantize_fp8_blocks
 from plugins.formats.rows import PackedRows, ValueRows
 from plugins.indexer.cases import IndexCase
 from plugins.kv_write.cases import KvWriteCase
-from plugins.linear import PackedFormat
+from plugins.linear import PackedFormat, PackedMatrix
 from plugins.linear.cases import PackedCase
 from plugins.mega_attention.cases import AttentionCase
+from plugins.mega_gate.cases import GateCase
+from plugins.mega_mhc.cases import ATTRIBUTES, MhcCase
+from plugins.moe import PackedExpertWeights
+from plugins.norm.cases import NormCase
 from plugins.registry import OPERATORS
+from plugins.rope.cases import RopeCase
 from plugins.topk_select.cases import SelectCase
 from plugins.wo_a.cases import WoACase
 
@@ -115,7 +122,90 @@ def engram_gate() -> Callable[[], torch.Tensor]:
     return lambda: load_kernel("engram").engram_gate(**operands)
 
 
+def expert_operands(rows: int, stored: PackedFormat) -> dict:
+    """A sixteenth of the released sizes; FP4 runs as E4M3 products."""
+    draw = torch.Generator().manual_seed(rows)
+
+    def matrices(count: int, kept: PackedFormat, *shape: int) -> list[PackedMatrix]:
+        return [packed_weight(kept, *shape, draw) for _ in range(count)]
+
+    def stack(count: int, kept: PackedFormat) -> PackedExpertWeights:
+        shapes = ((640, 1280), (640, 1280), (1280, 640))
+        lists = [matrices(count, kept, *shape) for shape in shapes]
+        return PackedExpertWeights(*lists, torch.bfloat16, quantized_input=True)
+
+    return {
+        "u": torch.randn(rows, 1280, generator=draw).bfloat16().cuda(),
+        "ids": torch.rand(rows, 8, generator=draw).argsort(1)[:, :3].contiguous().cuda(),
+        "weights": torch.rand(rows, 3, generator=draw).cuda(),
+        "routed": stack(8, stored),
+        "shared": stack(1, PackedFormat.FP8_BLOCKS),
+        "swiglu_limit": 10.0,
+    }
+
+
+def experts(rows: int, stored: PackedFormat) -> Callable[[], torch.Tensor]:
+    operands = expert_operands(rows, stored)
+    return lambda: load_kernel("moe").moe(**operands)
+
+
+def packed_weight(
+    stored: PackedFormat, rows: int, columns: int, draw: torch.Generator
+) -> PackedMatrix:
+    values = torch.randn(rows, columns, generator=draw) * columns**-0.5
+    quantize = {
+        PackedFormat.FP4_ROWS: quantize_fp4_rows,
+        PackedFormat.FP8_BLOCKS: quantize_fp8_blocks,
+        PackedFormat.NVFP4: quantize_weight,
+    }[stored]
+    kept = [x.cuda() for x in quantize(values)]
+    kept += [None] * (3 - len(kept))
+    return PackedMatrix(stored, (rows, columns), *kept, torch.bfloat16)
+
+
+def gate(rows: int) -> Callable[[], torch.Tensor]:
+    operands = moved(GateCase("graph", rows, 5120, 384, 6, images=True).operands(torch.bfloat16))
+    return lambda: load_kernel("mega_gate").mega_gate(**operands).weights
+
+
+def streams(rows: int) -> Callable[[], torch.Tensor]:
+    case = MhcCase("graph", rows, 4, 5120)
+    operands = moved(case.operands(torch.bfloat16))
+    x, y = operands.pop("streams"), case.output(torch.bfloat16).cuda()
+    coefficients = torch.rand(3, rows, 4, device="cuda").unbind(0)
+    comb, norm = torch.rand(rows, 4, 4, device="cuda"), torch.rand(5120, device="cuda")
+    post, pre = coefficients[0], coefficients[1]
+    kernel = load_kernel("mega_mhc")
+
+    def run() -> torch.Tensor:
+        expanded, mix, u = kernel.mega_mhc(
+            x, y, post, comb, pre, **operands, norm=norm, **ATTRIBUTES
+        )
+        return torch.cat([expanded.flatten(), u.flatten(), *(part.flatten() for part in mix)])
+
+    return run
+
+
+def normalised() -> Callable[[], torch.Tensor]:
+    operands = moved(NormCase("graph", (5, 5120)).operands(torch.bfloat16))
+    return lambda: load_kernel("norm").rms_norm(**operands)
+
+
+def rotated() -> Callable[[], torch.Tensor]:
+    operands = moved(RopeCase("graph", 5, 128, 64, lead=(32,)).operands(torch.bfloat16))
+    return lambda: load_kernel("rope").apply_rope(**operands)
+
+
 CALLS = {
+    "experts, few rows": lambda: experts(2, PackedFormat.FP4_ROWS),
+    "experts, many rows": lambda: experts(300, PackedFormat.FP4_ROWS),
+    "experts, NVFP4": lambda: experts(40, PackedFormat.NVFP4),
+    "gate, few rows": lambda: gate(3),
+    "gate, many rows": lambda: gate(1100),
+    "hyper-connections, few rows": lambda: streams(3),
+    "hyper-connections, many rows": lambda: streams(700),
+    "norm": normalised,
+    "rotation": rotated,
     "attention, few rows": lambda: attention(3),
     "attention, many rows": lambda: attention(70),
     "index, decode": lambda: index((1, 1, 1), False),
@@ -158,7 +248,38 @@ def test_cuda_tensors_run_the_kernels() -> None:
     for name in (
         "mega_attention", "index_scores", "topk_select", "candidate_blocks", "restrict_to_blocks",
         "kv_write", "pool_pairs", "previous_rows", "linear", "wo_a", "engram_rows",
-        "engram_lookup", "engram_gate",
+        "engram_lookup", "engram_gate", "moe", "mega_gate", "hc_mix", "hc_expand", "hc_collapse",
+        "norm", "rope",
     ):  # fmt: skip
         implementation = OPERATORS[name].implementation(torch.device("cuda"))
         assert implementation.__module__.endswith(".kernel")
+
+
+def test_bits_of_experts_do_not_depend_on_the_rows_beside() -> None:
+    """Row 0 alone, and among so many that tiles of rows and warps are others."""
+    run = load_kernel("moe").moe
+    for stored in (PackedFormat.FP4_ROWS, PackedFormat.NVFP4):
+        operands = expert_operands(300, stored)
+        whole = run(**operands)
+        for count in (1, 30):
+            some = {name: operands[name][:count].contiguous() for name in ("u", "ids", "weights")}
+            assert torch.equal(run(**{**operands, **some}), whole[:count]), (stored, count)
+
+
+@pytest.mark.parametrize("name", ["gate", "streams"])
+def test_bits_do_not_depend_on_the_number_of_rows(name: str) -> None:
+    """Parts of sums as programs of their own, and added up inside one."""
+    if name == "gate":
+        operands = GateCase("rows", 1100, 5120, 384, 6).operands(torch.bfloat16)
+        operands = moved(operands)
+        run = load_kernel("mega_gate").mega_gate
+        whole = run(**operands)
+        alone = run(**{**operands, "u": operands["u"][:3].contiguous()})
+    else:
+        operands = moved(MhcCase("rows", 700, 4, 5120).operands(torch.bfloat16))
+        run = load_kernel("mega_mhc").hc_mix
+        whole = run(**operands, **ATTRIBUTES)
+        some = {**operands, "streams": operands["streams"][:3].contiguous()}
+        alone = run(**some, **ATTRIBUTES)
+    for one, other in zip(alone, whole, strict=True):
+        assert torch.equal(one, other[:3])

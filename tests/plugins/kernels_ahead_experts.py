@@ -1,0 +1,108 @@
+"""The kernels around the experts, hyper-connections and norms for kernels_ahead.py: name, kernel,
+argument types, compile-time constants at the released sizes, warps and stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+
+from plugins.device.launch import Limits
+from plugins.mega_gate import kernel as gate
+from plugins.mega_mhc import kernel as mhc
+from plugins.moe import kernel as moe
+from plugins.moe import kernel_product as product
+from plugins.moe import kernel_route as routing
+from plugins.norm import kernel as norm
+from plugins.rope import kernel as rope
+
+STRIDE = "aligned i32"
+DOT = {"DOT": tl.bfloat16, "WIDEN": False}
+EXPERTS = {
+    "x": "*bf16", "shared_x": "*bf16", "powers": "*fp32", "segments": "*i32",
+    "order": "*i32", "weights": "*fp32", "table": "*i64", "exponents": "*u8",
+    "shared_table": "*i64", "activation": "*bf16", "shared_activation": "*bf16", "y": "*fp32",
+    "num_rows": "i32", "num_pairs": "i32", "limit": "fp32", "num_shared": "i32", "ids": "*i64",
+    "num_experts": "i32", "places": "*i32", "row_stride": STRIDE, "rounded": "*bf16",
+    "first_values": "i32", "end_codes": "i32", "total": "*bf16", "first_shared": "i32",
+}  # fmt: skip
+GATE = {
+    "u": "*bf16", "row_stride": STRIDE, "weight": "*bf16", "weight_stride": STRIDE,
+    "parts": "*fp32", "num_rows": "i32", "num_experts": "i32", "part_width": STRIDE,
+    "bias": "*fp32", "bias_image": "*fp32", "is_image": "*u8", "ids": "*i64", "weights": "*fp32",
+    "route_scale": "fp32", "temperature": "fp32",
+}  # fmt: skip
+MHC = {
+    "streams": "*bf16", "row_stride": STRIDE, "stream_stride": STRIDE, "y": "*bf16",
+    "y_stride": STRIDE, "post": "*fp32", "comb": "*fp32", "pre": "*fp32", "fn": "*fp32",
+    "expanded": "*bf16", "collapsed": "*bf16", "sums": "*fp32", "num_rows": "i32",
+    "num_tiles": "i32", "base": "*fp32", "scale": "*fp32", "weight": "*bf16", "normed": "*bf16",
+    "groups": "i32", "sinkhorn_iters": "i32", "hc_eps": "fp32", "norm_eps": "fp32",
+}  # fmt: skip
+ROWS = {
+    "x": "*bf16", "row_stride": STRIDE, "weight": "*bf16", "y": "*bf16", "eps": "fp32",
+    "vector_stride": STRIDE, "positions": "*i64", "inv_freq": "*fp64", "num_vectors": "i32",
+}  # fmt: skip
+STREAMS = {
+    "WIDTH": 5120, "S": 4, "MIXES": 24, "SUMS": 32, "MIX_TILE": 64, "ROWS": 64, "TILE": 32,
+    "PART": 4, "PARTS": 10,
+}  # fmt: skip
+PIECES = {"EXPAND": True, "MIX": True, "COLLAPSE": True}
+
+
+def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, ...]:
+    """A product of the experts with the released formats, as a launch for `rows` makes it."""
+    codes = "*fp8e4nv" if device.float8 else "*u8"
+    constants = {
+        "WIDTH": 5120, "INTER": 2304, "STORED": 9 if device.float8 else 2, "WORDS": True,
+        "SHARED_STORED": 0, "SHARED_WORDS": True, "INNER": 128, "ROWS": rows,
+        "SHARED_ROWS": moe.most_shared_rows(rows), "HARDWARE": device.float8, **DOT, **more,
+    }  # fmt: skip
+    arguments = {**EXPERTS, "codes": codes}
+    return kernel, arguments, constants, moe.warps(rows), moe.stages(rows, device)
+
+
+def kernels(device: Limits) -> list[tuple[Any, ...]]:
+    """Those whose products differ between generations first; the rest for 9.0."""
+    whole = {**STREAMS, **PIECES, **DOT}
+    few = [
+        ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
+        ("experts down", *experts(product.down, 16, device, TILE=128)),
+        ("mhc", mhc._streams, MHC, whole, 8, mhc.stages(device)),
+    ]  # fmt: skip
+    if not device.float8 or device.tensor_memory or device.shared_memory < 160_000:
+        return few
+    pieces = {**PIECES, "MIX": False, "COLLAPSE": False}
+    tile = {"DEPTH": 128, "EXPERTS": 64, "WIDTH": 5120}
+    return [
+        *few,
+        ("experts up, few", *experts(product.gate_up, 16, device, TILE=64, TOP_K=6)),
+        ("experts down, many", *experts(product.down, 128, device, TILE=128)),
+        ("route", routing.route, EXPERTS, {"EXPERTS": 512, "CHUNK": 4096}, 8),
+        (
+            "round rows", routing.round_rows, {**EXPERTS, "codes": "*fp8e4nv"},
+            {"WIDTH": 5120, "PADDED": 8192, "VALUES": True, "CODES": True, "FLOAT8": True}, 8,
+        ),
+        (
+            "combine", routing.combine, EXPERTS,
+            {"TOP_K": 6, "PADDED_K": 8, "SHARED": 1, "WIDTH": 5120, "TILE": 1024}, 4,
+        ),
+        ("gate", gate._logits, GATE, {**tile, "ROWS": 64, "PARTS": 1, **DOT}, 4, 4),
+        (
+            "choose", gate._choose, GATE,
+            {"TOP_K": 6, "EXPERTS": 512, "IMAGES": True, "PARTS": 8, "SUM_EPS": 1e-20}, 1,
+        ),
+        ("expand", mhc._streams, MHC, {**STREAMS, **pieces, **DOT}, 8),
+        (
+            "finish", mhc._finish, MHC,
+            {
+                "WIDTH": 5120, "S": 4, "SUMS": 32, "PER": 10, "NORM": True, "ROWS": 4,
+                "TILE": 1024,
+            }, 4,
+        ),
+        ("norm", norm._rms_norm, ROWS, {"WIDTH": 5120, "PADDED": 8192}, 8),
+        (
+            "rope", rope._rotate, ROWS,
+            {"WIDTH": 512, "ROTATED": 64, "PAIRS": 256, "VECTORS": 32, "INVERSE": False}, 4,
+        ),
+    ]  # fmt: skip
