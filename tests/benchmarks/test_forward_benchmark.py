@@ -69,12 +69,12 @@ def test_a_rank_has_its_share_of_the_experts() -> None:
 
 def test_a_run_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    cases = ["decode=2*1@60", "hit=16@48"]
+    cases = ["mix=16@48,1@60"]
     command = [sys.executable, "-m", "benchmarks.forward.run", *cases, "--config", "tiny"]
     subprocess.run([*command, "--device", "cpu", "--out", str(out)], check=True, cwd=ROOT)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"] for row in rows] == cases
-    assert [(row["rows"], row["decoder_rows"]) for row in rows] == [(2, 2), (24, 8)]
+    assert [(row["rows"], row["decoder_rows"]) for row in rows] == [(25, 9)]
     for row in rows:
         assert row["served_ms"] > 0
         assert row["bytes"] > 1e6

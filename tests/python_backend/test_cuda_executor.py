@@ -63,10 +63,10 @@ def answered(executor: Recording, bounds: CoreLimits) -> tuple[list[list[int]], 
     """Chunked prompts, a prefix hit, decoding of one to four requests."""
     executor.seen, executor.kinds = [], set()
     core = EngineCore(executor, bounds)
-    prompts = [np.append(PREFIX, np.arange(200, 200 + n, dtype=np.int32)) for n in (1, 40, 3, 7)]
+    prompts = [np.append(PREFIX, np.arange(200, 200 + n, dtype=np.int32)) for n in (1, 40, 3)]
     prompts.append(np.array([5, 6, 7], dtype=np.int32))
-    streams = [stream(f"r{i}", p, 7, i % 2 == 1, seed=i) for i, p in enumerate(prompts)]
-    serve(core, streams, [0, 0, 3, 4, 4])
+    streams = [stream(f"r{i}", p, 5, i % 2 == 1, seed=i) for i, p in enumerate(prompts)]
+    serve(core, streams, [0, 0, 3, 3])
     assert any(one.cached_tokens for one in streams)
     return [one.output for one in streams], executor.seen
 
