@@ -23,11 +23,11 @@ from typing import Literal, NamedTuple, NoReturn
 from client.chat import THINK_END
 
 _DSML = "｜DSML｜"
-_BLANK_LINE = "\n\n"
-_CALLS, _END_CALLS = f"<{_DSML} calls>", f"</{_DSML} calls>"
-_INVOKE, _END_INVOKE = f'<{_DSML} invoke name="', f"</{_DSML} invoke>"
-_PARAMETER, _END_PARAMETER = f'<{_DSML} parameter name="', f"</{_DSML} parameter>"
-_END_OF_TAG = '">'
+BLANK_LINE = "\n\n"
+CALLS, END_CALLS = f"<{_DSML} calls>", f"</{_DSML} calls>"
+INVOKE, END_INVOKE = f'<{_DSML} invoke name="', f"</{_DSML} invoke>"
+PARAMETER, END_PARAMETER = f'<{_DSML} parameter name="', f"</{_DSML} parameter>"
+END_OF_TAG = '">'
 _KIND = re.compile(r'(.*)" string="(true|false)', re.DOTALL)
 
 Kind = Literal["reasoning", "content", "name", "arguments"]
@@ -81,44 +81,44 @@ class AnswerReader:
         if not self._looks_for_calls:
             self._say(self._take(len(self._rest)))
             return False
-        before, tag, after = self._rest.partition(_CALLS)
+        before, tag, after = self._rest.partition(CALLS)
         if not tag:
-            held = _beginning_of(self._rest, (_BLANK_LINE + _CALLS, _CALLS))
+            held = _beginning_of(self._rest, (BLANK_LINE + CALLS, CALLS))
             self._say(self._take(len(self._rest) - held))
             return False
-        self._say(before.removesuffix(_BLANK_LINE))
+        self._say(before.removesuffix(BLANK_LINE))
         return self._go_on(after, self._between_calls)
 
     def _between_calls(self) -> bool:
         self._rest = self._rest.lstrip()
-        if self._rest.startswith(_INVOKE):
-            name, ended, after = self._rest[len(_INVOKE) :].partition(_END_OF_TAG)
+        if self._rest.startswith(INVOKE):
+            name, ended, after = self._rest[len(INVOKE) :].partition(END_OF_TAG)
             if not ended:
                 return False
             self._call += 1
             self._parameters = 0
             self._add("name", name)
             return self._go_on(after, self._in_call)
-        if self._rest.startswith(_END_CALLS):
-            return self._go_on(self._rest[len(_END_CALLS) :], self._in_content)
-        if any(tag.startswith(self._rest) for tag in (_INVOKE, _END_CALLS)):
+        if self._rest.startswith(END_CALLS):
+            return self._go_on(self._rest[len(END_CALLS) :], self._in_content)
+        if any(tag.startswith(self._rest) for tag in (INVOKE, END_CALLS)):
             return False
         return self._go_on(self._rest, self._in_content)
 
     def _in_call(self) -> bool:
-        tags = (_PARAMETER, _END_INVOKE, _END_CALLS)
+        tags = (PARAMETER, END_INVOKE, END_CALLS)
         found = [(place, tag) for tag in tags if (place := self._rest.find(tag)) >= 0]
         if not found:
             self._take(len(self._rest) - _beginning_of(self._rest, tags))
             return False
         place, tag = min(found)
-        if tag != _PARAMETER:
+        if tag != PARAMETER:
             self._add("arguments", "{}" if not self._parameters else "}")
             self.num_whole_calls += 1
-            after = self._rest[place:].removeprefix(_END_INVOKE)
+            after = self._rest[place:].removeprefix(END_INVOKE)
             return self._go_on(after, self._between_calls)
         self._take(place)
-        header, ended, after = self._rest[len(_PARAMETER) :].partition(_END_OF_TAG)
+        header, ended, after = self._rest[len(PARAMETER) :].partition(END_OF_TAG)
         if not ended:
             return False
         match = _KIND.fullmatch(header)
@@ -130,13 +130,13 @@ class AnswerReader:
         return self._go_on(after, self._in_text_value if is_text else self._in_json_value)
 
     def _in_text_value(self) -> bool:
-        if self._up_to(_END_PARAMETER, self._in_call):
+        if self._up_to(END_PARAMETER, self._in_call):
             self._add("arguments", '"')
             return True
         return False
 
     def _in_json_value(self) -> bool:
-        value, tag, after = self._rest.partition(_END_PARAMETER)
+        value, tag, after = self._rest.partition(END_PARAMETER)
         if not tag:
             return False
         self._add("arguments", value.strip() if _is_json(value) else _json(value))

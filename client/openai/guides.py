@@ -6,7 +6,8 @@ import json
 from typing import Any, NamedTuple
 
 from client.openai.errors import ApiError, refused
-from client.openai.fields import ChatFields, Sampling
+from client.openai.fields import ChatFields, NamedTool, Sampling
+from client.openai.forced_calls import grammar_of_calls
 
 
 class Guide(NamedTuple):
@@ -17,25 +18,41 @@ class Guide(NamedTuple):
 
 
 def guide_of(fields: Sampling) -> Guide | None:
-    """From response_format or structured_outputs; None for an answer of any form. Raises ApiError
-    for both at once, and beside tools that may be called."""
+    """From response_format, structured_outputs or a tool_choice that forces calls; None for an
+    answer of any form. Raises ApiError for two of them."""
+    chat = fields if isinstance(fields, ChatFields) else None
     found = [
         guide
         for guide in (
-            _of_response_format(fields) if isinstance(fields, ChatFields) else None,
+            None if chat is None else _of_response_format(chat),
             _of_structured_outputs(fields),
         )
         if guide is not None
     ]
     if len(found) > 1:
         raise refused("structured_outputs", "response_format says another form; send one of them")
-    if not found:
-        return None
-    if isinstance(fields, ChatFields) and fields.tools and fields.tool_choice != "none":
+    if chat is None or not chat.tools or chat.tool_choice == "none":
+        return found[0] if found else None
+    if found:
         raise refused(
             "tools", "an answer of a given form calls none; send tool_choice none or no form"
         )
-    return found[0]
+    return _of_tool_choice(chat)
+
+
+def _of_tool_choice(fields: ChatFields) -> Guide | None:
+    choice = fields.tool_choice
+    if choice is None or (isinstance(choice, str) and choice != "required"):
+        return None
+    functions = [tool.function for tool in fields.tools or ()]
+    only_one = fields.parallel_tool_calls is False
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        functions = [function for function in functions if function.name == name][:1]
+        only_one = True
+        if not functions:
+            raise refused("tool_choice", f"no tool is named {name[:60]!r}; name one of tools")
+    return Guide("grammar", grammar_of_calls(functions, only_one=only_one))
 
 
 def _of_response_format(fields: ChatFields) -> Guide | None:

@@ -152,8 +152,6 @@ def _tools(fields: ChatFields) -> list[Mapping[str, Any]]:
         raise refused("tool_choice", "there are no tools; send tools or leave it out")
     if choice == "none":
         return []
-    if choice not in (None, "auto"):
-        raise refused("tool_choice", "this server cannot force a call; use auto or none")
     return [
         {
             "type": "function",

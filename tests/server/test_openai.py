@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from builder.cli import main as build
-from examples.tinyflash.tools import CALCULATOR, calculate
+from examples.tinyflash.tools import CALCULATOR, TOOLS, calculate
 from tests.client.openai_proxy import MODEL, serving
 from tests.server.deployment import ROOT, Deployment
 
@@ -174,3 +174,17 @@ def test_what_does_not_fit_is_a_sentence(api: openai.OpenAI) -> None:
         ask(api, PROBLEM, temperature=-1)
     with pytest.raises(openai.BadRequestError, match="got an assistant message"):
         ask(api, [*PROBLEM, {"role": "assistant", "content": "x"}])
+
+
+def test_a_call_that_must_come(api: openai.OpenAI) -> None:
+    """A question that needs no tool, streamed: the named one is called with what it needs."""
+    named: Any = {"type": "function", "function": {"name": "lookup"}}
+    options: dict[str, Any] = {"tools": list(TOOLS), "tool_choice": named, "max_tokens": 120}
+    with api.chat.completions.stream(model=MODEL, messages=PROBLEM, **options) as stream:
+        for _ in stream:
+            pass
+        (choice,) = stream.get_final_completion().choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, choice.message.content) == ("lookup", "")
+    assert set(json.loads(call.function.arguments)) == {"entity", "attribute"}
+    assert choice.finish_reason == "tool_calls"
