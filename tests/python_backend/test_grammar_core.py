@@ -149,7 +149,7 @@ def guided_stream(
     kind: GuideKind = GuideKind.REGEX,
 ) -> Stream:
     prompt = np.random.default_rng(seed).integers(3, VOCAB, length, dtype=np.int32)
-    made = stream(name, prompt, 10, heat > 0, seed)
+    made = stream(name, prompt, 8, heat > 0, seed)
     grammar = None
     if pattern is not None:
         grammar = compiler.compile(Guide(kind, pattern))
@@ -174,14 +174,14 @@ def test_drafts_and_preemption_change_no_guided_answer(
     @settings(cases(3), derandomize=True)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
-        patterns = data.draw(st.lists(st.sampled_from([None, *PATTERNS]), min_size=4, max_size=4))
+        patterns = data.draw(st.lists(st.sampled_from([None, *PATTERNS]), min_size=3, max_size=3))
         lengths = [data.draw(st.integers(9, 20)) for _ in patterns]
         heats = [data.draw(st.sampled_from([0.0, 1.0, 4.0])) for _ in patterns]
 
         def streams() -> list[Stream]:
             return [
                 guided_stream(compiler, f"r{i}", patterns[i], lengths[i], heats[i], i)
-                for i in range(4)
+                for i in range(3)
             ]
 
         plain, drafted = streams(), streams()
@@ -197,7 +197,7 @@ def test_drafts_and_preemption_change_no_guided_answer(
             draft=ALL,
         )
         together = drafting_core(network64, bounds, answers)
-        serve(together, drafted, [0, 0, 1, 2])
+        serve(together, drafted, [0, 0, 1])
         for one, expected, pattern in zip(drafted, plain, patterns, strict=True):
             assert_same(together, alone, one, expected)
             assert one.finish_reason == expected.finish_reason
