@@ -25,6 +25,14 @@ bench: setup  ## cost of the host side: admission of a long prompt, one schedule
 	$(VENV)/python benchmarks/cpu/admission.py --tokens 855040
 	$(VENV)/python benchmarks/cpu/scheduler_step.py --requests 256
 
+soak: setup  ## twenty minutes of mixed traffic with faults; nothing may leak or be lost
+	@rm -rf runs/soak
+	$(VENV)/python benchmarks/load/soak.py --minutes 20 --out runs/soak.json
+
+load: setup  ## 256 concurrent streams through the real server for two minutes
+	@rm -rf runs/load
+	$(VENV)/python benchmarks/load/load.py --out runs/load.json
+
 plans: setup  ## TensorRT plans of TinyFlash, which need no GPU to build (a minute)
 	@rm -rf runs/tinyflash-plans
 	$(VENV)/dsv41-build engine --checkpoint_dir examples/tinyflash/checkpoint \
@@ -38,4 +46,4 @@ format: setup  ## rewrite the code in the project's format
 clean:  ## remove what the tasks made, .venv aside
 	rm -rf build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
-.PHONY: help setup demo test lint bench plans format clean
+.PHONY: help setup demo test lint bench soak load plans format clean

@@ -2,8 +2,8 @@
 
     python benchmarks/load/load.py --streams 256 --seconds 120 --out runs/load.json
 
-Each stream sends one request after another (prompts of 16 to 256 tokens, half of them with a common
-beginning of 128) and reads its 16 to 48 tokens as they come. It passes when every request was
+Each stream sends one request after another, every other one with a beginning that all share, and
+reads its tokens as they come. It passes when every request was
 answered in full, nothing is held afterwards, and the server stops with status 0.
 """
 
@@ -29,21 +29,25 @@ STREAMS_PER_CHANNEL = 32
 HELD = ("dsv41_num_requests_running", "dsv41_num_requests_waiting", "dsv41_kv_pages_used")
 
 
-async def run(server: Server, num_streams: int, seconds: float) -> tuple[list[Outcome], int]:
+async def run(server: Server, options: argparse.Namespace) -> tuple[list[Outcome], int]:
     """Outcomes, and the most requests that ran at once."""
     rng = Random(1)
-    common = rng.choices(VOCAB, k=128)
+    common = rng.choices(VOCAB, k=options.prompt)
     outcomes: list[Outcome] = []
-    until = time.monotonic() + seconds
+    until = time.monotonic() + options.seconds
     most = 0
 
     async def work(number: int, channel: grpc.aio.Channel) -> None:
         count = 0
         while time.monotonic() < until:
-            ids = rng.choices(VOCAB, k=rng.randint(16, 128))
+            ids = rng.choices(VOCAB, k=rng.randint(options.prompt // 8, options.prompt))
             if count % 2:
                 ids = common + ids
-            values = {"input_ids": ids, "max_tokens": rng.randint(16, 48), "end_id": -1}
+            values = {
+                "input_ids": ids,
+                "max_tokens": rng.randint(options.answer // 4, options.answer),
+                "end_id": -1,
+            }
             outcome = Outcome(f"load-{number}-{count}", str(values["max_tokens"]))
             count += 1
             outcomes.append(await stream(channel, outcome, {**values, "stream": True}))
@@ -59,10 +63,10 @@ async def run(server: Server, num_streams: int, seconds: float) -> tuple[list[Ou
         grpc.aio.insecure_channel(
             f"127.0.0.1:{server.grpc}", options=[("grpc.use_local_subchannel_pool", 1)]
         )
-        for _ in range(-(-num_streams // STREAMS_PER_CHANNEL))
+        for _ in range(-(-options.streams // STREAMS_PER_CHANNEL))
     ]
     try:
-        workers = (work(i, channels[i // STREAMS_PER_CHANNEL]) for i in range(num_streams))
+        workers = (work(i, channels[i // STREAMS_PER_CHANNEL]) for i in range(options.streams))
         await asyncio.gather(watch(), *workers)
     finally:
         for channel in channels:
@@ -84,6 +88,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--prompt", type=int, default=128, help="most new tokens of a prompt")
+    parser.add_argument("--answer", type=int, default=48, help="most tokens of an answer")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "load")
     parser.add_argument("--out", type=Path, help="the report as JSON")
     options = parser.parse_args()
@@ -97,7 +103,7 @@ def main() -> int:
         server.wait_until_ready()
         before = server.values()
         started = time.monotonic()
-        outcomes, most = asyncio.run(run(server, options.streams, options.seconds))
+        outcomes, most = asyncio.run(run(server, options))
         seconds = time.monotonic() - started
         time.sleep(0.5)
         after, memory = server.values(), server.memory()
@@ -112,6 +118,8 @@ def main() -> int:
     report = {
         "benchmark": "load",
         "streams": options.streams,
+        "prompt": options.prompt,
+        "answer": options.answer,
         "most_running": most,
         "seconds": round(seconds, 1),
         "requests": len(outcomes),
