@@ -103,6 +103,11 @@ class Responder:
         no_tokens = np.empty(0, np.int32)
         self._queue.put((stream, 0, Delta(no_tokens, 0, FinishReason.ERROR, error)))
 
+    @property
+    def num_open(self) -> int:
+        """Streams that still wait for their final response."""
+        return len(self._open)
+
     def close(self) -> None:
         """Return when every open stream has had its final response."""
         self._queue.put(None)

@@ -4,8 +4,9 @@ Only this module speaks the server's Python module. Threads: the server calls `e
 the core runs steps on one; the responder sends and watches on one; metrics have one.
 
 Parameters of config.pbtxt: `engine_dir`, every setting of `ServeSettings`, and from dsv41-serve
-`drain_file` and `drain_seconds`: when the file appears, new requests are refused and what still
-runs after these seconds is ended, so that the server can stop.
+`drain_file`, `drained_file` and `drain_seconds`: when the first file appears, new requests are
+refused and what still runs after these seconds is ended; the second one appears when every request
+has had its last response. So the server can stop.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class TritonPythonModel:
             )
         drain_file = parameters.pop("drain_file", None)
         self._drain_file = None if drain_file is None else Path(drain_file)
+        self._drained_file = Path(parameters.pop("drained_file", ""))
         self._drain_seconds = float(parameters.pop("drain_seconds", DEFAULT_DRAIN_SECONDS))
         self._drain_until: float | None = None
         self._model = ServedModel.open(Path(engine_dir), parameters, _log_progress)
@@ -164,9 +166,12 @@ class TritonPythonModel:
             if self._drain_file.exists():
                 self._drain_until = time.monotonic() + self._drain_seconds
                 logger.info("draining", extra=fields(seconds=self._drain_seconds))
+        elif not self._responder.num_open:
+            logger.info("drained")
+            self._drained_file.touch()
+            self._drain_file = None
         elif time.monotonic() >= self._drain_until:
             self._model.core.stop()
-            self._drain_file = None
 
 
 class _TritonReply:

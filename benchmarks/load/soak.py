@@ -35,6 +35,7 @@ from builder.cli import main as build
 
 CHECKPOINT = ROOT / "examples" / "tinyflash" / "checkpoint"
 VOCAB_SIZE = 4096
+FAULT_SECONDS = 5.0
 FAULT_TOKEN = 4000  # begins a prompt whose first step fails
 WORKERS = 24
 SERVER = (
@@ -66,6 +67,7 @@ class Traffic:
         self._server = server
         self._rng = Random(seed)
         self._count = 0
+        self._next_fault = 0.0
         self.outcomes: list[Outcome] = []
         self.problems: list[str] = []
         self._prefix = [self._rng.randrange(10, 3000) for _ in range(700)]
@@ -145,6 +147,10 @@ class Traffic:
         await asyncio.gather(*(self.cancel(channel) for _ in range(self._rng.randint(8, 48))))
 
     async def fault(self, channel: grpc.aio.Channel) -> None:
+        """Never two in a row: three failed steps in a row end the server."""
+        if time.monotonic() < self._next_fault:
+            return
+        self._next_fault = time.monotonic() + FAULT_SECONDS
         values = {"input_ids": [FAULT_TOKEN, *range(10, 30)], "max_tokens": 5}
         await self._send(channel, "fault", values, allowed={"internal", "unavailable"}, only=True)
 

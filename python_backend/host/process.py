@@ -29,6 +29,10 @@ from python_backend.host.repository import MODEL_NAME, write_repository
 
 EXIT_SECONDS = 2  # the server's wait for connections that clients keep open without a request
 _KILL_SECONDS = 15.0
+# A gRPC client that hangs up while its last response, an error, is on the way can leave a request
+# behind in this server (2.51), which then never unloads the model. When the model says that every
+# request has its last response, unloading gets so long.
+_LEFT_BEHIND_SECONDS = 3.0
 _POLL_SECONDS = 0.1
 _UNLOAD_HEADER = "dsv41-serve"
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl
@@ -125,6 +129,7 @@ class ServerProcess:
             repository = instance.folder / "models"
             more = {
                 "drain_file": str(_drain_file(instance)),
+                "drained_file": str(_drained_file(instance)),
                 "drain_seconds": str(drain_seconds),
             }
             write_repository(repository, {**parameters, **more})
@@ -196,14 +201,17 @@ class ServerProcess:
     def stop(self) -> None:
         """Let requests end for `drain_seconds`, unload the model, end the process.
 
-        Raises HostError when the server does not end; `kill` is called in any case afterwards.
+        Raises HostError when the server does not end although requests may be unanswered; `kill` is
+        called in any case afterwards.
         """
         if self._stub is None or not _runs(self._stub):
             return  # still loading, or gone: there is nobody to wait for
         _drain_file(self._instance).touch()
         self._unload()
         patience = self._drain_seconds + _KILL_SECONDS
-        unloaded = self._wait(lambda: self._stub is None or not _runs(self._stub), patience)
+        unloaded = self._wait(lambda: self._is_unloaded() or self._is_drained(), patience)
+        if unloaded and not self._wait(self._is_unloaded, _LEFT_BEHIND_SECONDS):
+            return  # everybody is answered, and nobody else knows what the server waits for
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         patience = EXIT_SECONDS + _KILL_SECONDS
@@ -220,6 +228,13 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._instance.remove()
+
+    def _is_unloaded(self) -> bool:
+        return self._stub is None or not _runs(self._stub)
+
+    def _is_drained(self) -> bool:
+        """Every request that the model took has had its last response."""
+        return _drained_file(self._instance).exists()
 
     def _is_ready(self) -> bool:
         try:
@@ -256,6 +271,10 @@ class ServerProcess:
 
 def _drain_file(instance: Instance) -> Path:
     return instance.folder / "drain"
+
+
+def _drained_file(instance: Instance) -> Path:
+    return instance.folder / "drained"
 
 
 def _runs(process: psutil.Process) -> bool:
