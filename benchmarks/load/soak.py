@@ -37,7 +37,6 @@ CHECKPOINT = ROOT / "examples" / "tinyflash" / "checkpoint"
 VOCAB_SIZE = 4096
 FAULT_SECONDS = 5.0
 FAULT_TOKEN = 4000  # begins a prompt whose first step fails
-WORKERS = 24
 SERVER = (
     *("--max-batch-size=16", "--max-num-tokens=512", "--num-global-pages=96"),
     *("--max-queued-requests=64", "--speculative", "--max-seq-len=4096"),
@@ -215,11 +214,13 @@ async def rest(server: Server) -> tuple[dict[str, float], float]:
         await asyncio.sleep(0.05)
 
 
-async def rounds(server: Server, traffic: Traffic, seconds: float, number: int) -> list[Any]:
+async def rounds(
+    server: Server, traffic: Traffic, seconds: float, number: int, workers: int
+) -> list[Any]:
     rests: list[dict[str, Any]] = []
     for i in range(number):
         until = time.monotonic() + seconds / number
-        await asyncio.gather(*(traffic.work(until) for _ in range(WORKERS)))
+        await asyncio.gather(*(traffic.work(until) for _ in range(workers)))
         values, emptied_after = await rest(server)
         held = {n: v for n, v in values.items() if n.split()[0] in HELD}
         if any(held.values()):
@@ -294,6 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, help="rests; one a minute where not given")
+    parser.add_argument("--workers", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak")
     parser.add_argument("--out", type=Path, help="the report as JSON")
@@ -310,7 +312,7 @@ def main() -> int:
 
         async def run() -> tuple[dict[str, float], list[Any], dict[str, float]]:
             before, _ = await rest(server)
-            rests = await rounds(server, traffic, options.minutes * 60, number)
+            rests = await rounds(server, traffic, options.minutes * 60, number, options.workers)
             return before, rests, (await rest(server))[0]
 
         started = time.monotonic()
@@ -326,7 +328,7 @@ def main() -> int:
     report = {
         "benchmark": "soak",
         "seconds": round(seconds, 1),
-        "workers": WORKERS,
+        "workers": options.workers,
         "server": list(SERVER),
         "accounts": account,
         "ends": {

@@ -36,14 +36,14 @@ def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_soak(tmp_path: Path) -> None:
-    report = run("soak.py", tmp_path, "--minutes=0.15", "--rounds=2")
+    report = run("soak.py", tmp_path, "--minutes=0.12", "--rounds=2", "--workers=8")
     accounts = report["accounts"]
     assert accounts["sent"] == sum(sum(ends.values()) for ends in report["ends"].values())
     assert accounts["refused"]["invalid_argument"] == report["ends"]["bad"]["invalid_argument"] > 0
-    assert report["ends"]["fault"].keys() == {"internal"}
+    assert accounts["failed_steps"] == report["ends"]["fault"]["internal"] > 0
 
 
 def test_load_of_256_streams(tmp_path: Path) -> None:
-    report = run("load.py", tmp_path, "--seconds=3", "--prompt=24", "--answer=8")
+    report = run("load.py", tmp_path, "--seconds=1", "--prompt=16", "--answer=8")
     assert report["streams"] == 256 <= report["requests"]
     assert report["ends"] == {"answer": report["requests"]}
