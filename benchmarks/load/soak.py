@@ -59,11 +59,12 @@ BAD = (
 
 
 class Traffic:
-    """Requests by kind, and how they ended. `faults` are other requests' chance to fail with them:
-    a step's failure ends everybody who has rows in it."""
+    """Requests by kind, and how they ended. A failed step ends everybody who has rows in it, and a
+    storm can fill the queue for anybody."""
 
-    def __init__(self, server: Server, seed: int) -> None:
+    def __init__(self, server: Server, seed: int, workers: int) -> None:
         self._server = server
+        self._workers = workers
         self._rng = Random(seed)
         self._count = 0
         self._next_fault = 0.0
@@ -83,7 +84,16 @@ class Traffic:
             (2, self.fault),
         )
 
-    async def work(self, until: float) -> None:
+    async def work_until(self, until: float) -> None:
+        """All workers; the round has one request of each kind at least."""
+        await asyncio.gather(self._tour(), *(self._work(until) for _ in range(self._workers)))
+
+    async def _tour(self) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self._server.grpc}") as channel:
+            for _, kind in self._kinds:
+                await kind(channel)
+
+    async def _work(self, until: float) -> None:
         weights = [weight for weight, _ in self._kinds]
         while time.monotonic() < until:
             async with grpc.aio.insecure_channel(
@@ -143,7 +153,9 @@ class Traffic:
 
     async def storm(self, channel: grpc.aio.Channel) -> None:
         """Many at once, more than the queue takes, all cancelled."""
-        await asyncio.gather(*(self.cancel(channel) for _ in range(self._rng.randint(8, 48))))
+        await asyncio.gather(
+            *(self.cancel(channel) for _ in range(self._rng.randint(4, 2 * self._workers)))
+        )
 
     async def fault(self, channel: grpc.aio.Channel) -> None:
         """Never two in a row: three failed steps in a row end the server."""
@@ -214,13 +226,11 @@ async def rest(server: Server) -> tuple[dict[str, float], float]:
         await asyncio.sleep(0.05)
 
 
-async def rounds(
-    server: Server, traffic: Traffic, seconds: float, number: int, workers: int
-) -> list[Any]:
+async def rounds(server: Server, traffic: Traffic, seconds: float, number: int) -> list[Any]:
     rests: list[dict[str, Any]] = []
     for i in range(number):
         until = time.monotonic() + seconds / number
-        await asyncio.gather(*(traffic.work(until) for _ in range(workers)))
+        await traffic.work_until(until)
         values, emptied_after = await rest(server)
         held = {n: v for n, v in values.items() if n.split()[0] in HELD}
         if any(held.values()):
@@ -307,12 +317,12 @@ def main() -> int:
     server = Server(engine, options.folder, *SERVER, fault_token=FAULT_TOKEN)
     try:
         server.wait_until_ready()
-        traffic = Traffic(server, options.seed)
+        traffic = Traffic(server, options.seed, options.workers)
         number = options.rounds or max(2, round(options.minutes))
 
         async def run() -> tuple[dict[str, float], list[Any], dict[str, float]]:
             before, _ = await rest(server)
-            rests = await rounds(server, traffic, options.minutes * 60, number, options.workers)
+            rests = await rounds(server, traffic, options.minutes * 60, number)
             return before, rests, (await rest(server))[0]
 
         started = time.monotonic()
