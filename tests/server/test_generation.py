@@ -158,6 +158,20 @@ def test_the_prompt_comes_back_where_it_is_asked_for(server: Deployment) -> None
     assert answer["text_output"] == "Grüße" + plain["text_output"]
 
 
+def test_generate_and_generate_stream_with_stream_on_and_off(server: Deployment) -> None:
+    """TensorRT-LLM backend 233: `generate` takes one response, which a stream of one token is."""
+    whole = server.generate(**golden(stream=False))
+    assert whole["output_ids"] == REPLAYED
+    (only,) = list(server.sse(**golden(stream=False)))
+    assert (only["output_ids"], only["finish_reason"]) == (REPLAYED, "length")
+    chunks = list(server.sse(**golden(stream=True)))
+    assert (len(chunks), joined(chunks)) == (24, (whole["text_output"], REPLAYED))
+    one = server.generate(**golden(stream=True, max_tokens=1))
+    assert (one["output_ids"], one["finish_reason"]) == (REPLAYED[0], "length")
+    with pytest.raises(RefusedError, match=r"^200 generate expects model to produce exactly 1"):
+        server.generate(**golden(stream=True))
+
+
 def by_sequence(chunks: list[dict[str, Any]], count: int) -> list[list[dict[str, Any]]]:
     """The responses of each sequence, each of which ends once and last."""
     parts = [[c for c in chunks if c["sequence_index"] == i] for i in range(count)]
