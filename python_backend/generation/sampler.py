@@ -29,7 +29,7 @@ _NO_LOGPROBS = -1
 
 
 class Choice(NamedTuple):
-    """`tokens` [L] by row; `logprobs` by the index of the first row of a request that asked;
+    """`tokens` [L] by row; `logprobs` by the number of a request among those of the rows;
     `failures` by slot, why its grammar has no next token."""
 
     tokens: Int32Array
@@ -124,10 +124,11 @@ class Sampler:
         if not len(asked):
             return {}
         made = log_probs_of(asked, logits, tokens, int(numbers.max()))
+        request = np.cumsum(rows.behind == 0) - 1
         begins = np.flatnonzero(rows.behind[asked] == 0)
         ends = [*begins[1:].tolist(), len(asked)]
         return {
-            int(asked[begin]): made.of(slice(begin, end), int(numbers[asked[begin]]))
+            int(request[asked[begin]]): made.of(slice(begin, end), int(numbers[asked[begin]]))
             for begin, end in zip(begins.tolist(), ends, strict=True)
         }
 

@@ -194,3 +194,38 @@ def test_preempted_requests_answer_as_alone(network64: Network, rule: DraftRule 
     assert together.statistics().num_preemptions > 0
     for one, expected in zip(crowded, plain, strict=True):
         assert_same(together, alone, one, expected)
+
+
+def test_log_probabilities_with_drafts_are_those_without(network64: Network) -> None:
+    """Of several requests in one step, one of which asks for none."""
+    bounds = bounds_of(prefix_cache=False)
+    numbers = [2, None, 3]
+
+    def streams() -> list[Stream]:
+        made = []
+        for i, number in enumerate(numbers):
+            one = stream(f"r{i}", np.arange(5 + 9 * i, 12 + 9 * i, dtype=np.int32), 9, False, i)
+            sampling = replace(one.request.sampling, logprobs=number)
+            one.request = replace(one.request, sampling=sampling)
+            made.append(one)
+        return made
+
+    plain, drafted = streams(), streams()
+    alone = core_of(network64, bounds)
+    for one in plain:
+        serve(alone, [one], [0])
+    answers = {i: one.output for i, one in enumerate(plain)}
+    together = drafting_core(network64, replace(bounds, draft=ALL), answers)
+    serve(together, drafted, [0, 0, 0])
+    assert together.statistics().num_accepted.sum() > 0
+    for one, expected, number in zip(drafted, plain, numbers, strict=True):
+        found, wanted = ([d.logprobs for d in s.deltas if d.logprobs] for s in (one, expected))
+        if number is None:
+            assert found == wanted == []
+            continue
+        for field in ("chosen", "top_ids", "top"):
+            ours, theirs = (
+                np.concatenate([getattr(p, field) for p in pieces]) for pieces in (found, wanted)
+            )
+            assert len(ours) == len(one.output)
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)

@@ -212,15 +212,15 @@ def test_log_probs_are_those_of_the_model_before_any_rule() -> None:
     rows = rows_of([0, 1, 2], [0, 0, 0], [[3, 3], [], []])
     choice = choose(sampler, logits, rows)
     total = math.log(1 + math.e + math.e**2 + math.exp(0.5) + 8 * math.exp(-9))
-    assert set(choice.logprobs) == {0, 4}
+    assert set(choice.logprobs) == {0, 2}
     first = choice.logprobs[0]
     assert choice.tokens[:3].tolist() == [3, 3, 3]
     assert first.chosen == pytest.approx([0.5 - total] * 3, abs=1e-6)
     assert first.top_ids.tolist() == [[2, 1]] * 3
     assert first.top[0] == pytest.approx([2 - total, 1 - total], abs=1e-6)
-    assert choice.logprobs[4].top.shape == (1, 0)
+    assert choice.logprobs[2].top.shape == (1, 0)
     token = int(choice.tokens[4])
-    assert choice.logprobs[4].chosen[0] == pytest.approx(float(logits[0, token]) - total, abs=1e-6)
+    assert choice.logprobs[2].chosen[0] == pytest.approx(float(logits[0, token]) - total, abs=1e-6)
 
 
 def test_a_slot_forgets_its_last_request() -> None:
