@@ -112,7 +112,7 @@ class GrammarCompiler:
     def _compile(self, guide: Guide) -> Grammar:
         tried = self._try(guide)
         if tried.problem:
-            raise RequestError("invalid_grammar", tried.problem)
+            raise RequestError("internal" if tried.broken else "invalid_grammar", tried.problem)
         matcher = LLMatcher(self._tokenizer, tried.grammar, log_level=0, limits=PARSER_LIMITS)
         if matcher.is_error():
             raise RequestError("invalid_grammar", matcher.get_error().split("\n")[0])

@@ -21,11 +21,13 @@ class Setup(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """`grammar` as llguidance reads it, or why not. `num_bytes` is what it took."""
+    """`grammar` as llguidance reads it, or why not. `num_bytes` is what it took. `broken`: the
+    guide may be good, but its fork ended in a way that nobody foresaw."""
 
     grammar: str
     problem: str
     num_bytes: int
+    broken: bool = False
 
 
 def open_tokenizer(setup: Setup) -> LLTokenizer:

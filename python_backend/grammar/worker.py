@@ -70,7 +70,8 @@ def _try_in_fork(guide: Guide, setup: Setup, tokenizer: LLTokenizer) -> Tried:
         tried: Tried = pickle.loads(result)
         return tried
     if os.waitstatus_to_exitcode(status) == 2:
-        return Tried("", "expected to compile the guide, but it failed; look at the log", 0)
+        problem = "expected to compile the guide, but that failed; look at the log"
+        return Tried("", problem, 0, broken=True)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         reason = f"one that takes more than {setup.seconds:g} seconds"
     else:

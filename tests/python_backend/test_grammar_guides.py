@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -12,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.config import ModelConfig
 from python_backend.grammar import compiler as compiling
 from python_backend.grammar.compiler import GrammarCompiler
+from python_backend.grammar.grammars import Grammars
 from python_backend.grammar.guide import MAX_GUIDE_BYTES, Guide, GuideError, GuideKind, read_guide
 from python_backend.request import RequestError
 from python_backend.text.tokenizer import TextTokenizer
@@ -307,6 +310,17 @@ def test_what_is_no_guide_is_refused(kind: str, guide: str, said: str) -> None:
     texts = {"guided_decoding_guide_type": [kind], "guided_decoding_guide": [guide]}
     with pytest.raises(GuideError, match=re.escape(said)):
         read_guide(texts, after_reasoning=False)
+
+
+def test_a_server_that_compiles_nothing_says_what_it_lacks(
+    tiny_config: ModelConfig, text: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for given, lack in ((None, "lacks a tokenizer.json"), (text, "lacks llguidance; install")):
+        grammars = Grammars(tiny_config, given)
+        with pytest.raises(RequestError, match=rf"\[invalid_argument\] .*{lack}"):
+            grammars.compile(Guide(GuideKind.JSON, ""))
+        grammars.close()
 
 
 def test_guides_are_read() -> None:
