@@ -15,10 +15,11 @@ from engine.cache_view import CacheView
 from engine.config import ModelConfig
 from engine.network.rows import SegmentRows
 from engine.network.weights import IndexerWeights
-from plugins.indexer import index_scores, round_queries
+from plugins.formats.rows import RowStore
+from plugins.indexer import KeySlots, candidate_topk, index_scores, round_queries
 from plugins.linear import linear
 from plugins.rope import apply_rope
-from plugins.topk_select import candidate_blocks, restrict_to_blocks, topk_select
+from plugins.topk_select import candidate_blocks, topk_select
 
 
 class Selection(NamedTuple):
@@ -53,21 +54,24 @@ def select(
         entry = torch.arange(num_entries, device=u.device)
         entries = torch.where(entry < num_visible.unsqueeze(-1), entry, -1)
     else:
-        scores = _scores(u, q_latent, layer, weights, config, rows, cache, inv_freq)
-        if layer == config.candidate_source_layer_id:
-            candidates = candidate_blocks(
-                scores,
-                num_visible,
-                block_size=config.candidate_block_size,
-                num_blocks=config.candidate_topk_blocks,
+        k, block_size = config.index_topk, config.candidate_block_size
+        num_blocks = config.candidate_topk_blocks
+        scored = _scored(u, q_latent, layer, weights, config, rows, cache, inv_freq)
+        if candidates is None:
+            scores = index_scores(*scored)
+            if layer == config.candidate_source_layer_id:
+                candidates = candidate_blocks(
+                    scores, num_visible, block_size=block_size, num_blocks=num_blocks
+                )
+            entries = topk_select(scores, k)
+        else:
+            entries = candidate_topk(
+                *scored, candidates, k=k, block_size=block_size, num_blocks=num_blocks
             )
-        elif candidates is not None:
-            scores = restrict_to_blocks(scores, candidates, block_size=config.candidate_block_size)
-        entries = topk_select(scores, config.index_topk)
     return Selection(cache.entry_slots(ratio, rows.request.unsqueeze(-1), entries), candidates)
 
 
-def _scores(
+def _scored(
     u: torch.Tensor,
     q_latent: torch.Tensor,
     layer: int,
@@ -76,8 +80,8 @@ def _scores(
     rows: SegmentRows,
     cache: CacheView,
     inv_freq: torch.Tensor,
-) -> torch.Tensor:
-    """Index scores [T, entries], −inf where the row does not see the entry."""
+) -> tuple[torch.Tensor, torch.Tensor, RowStore, KeySlots, torch.Tensor, torch.Tensor]:
+    """The operands of index_scores."""
     heads, width = config.index_n_heads, config.index_head_dim
     ratio, source = config.ratio(layer), config.kv_source(layer)
     assert source is not None, "an index source has a KV source"
@@ -86,7 +90,7 @@ def _scores(
     if cache.index_layout is not None:
         queries = round_queries(queries, cache.index_layout)
     head_weights = linear(u, weights.weights_proj) * (width**-0.5 * heads**-0.5)
-    return index_scores(
+    return (
         queries,
         head_weights,
         cache.index(source),

@@ -1,6 +1,6 @@
-"""The indexer's scores, and the rounding of the queries."""
+"""The indexer's scores, the selection among candidates, and the rounding of the queries."""
 
-from plugins.indexer.reference import index_scores, round_queries
+from plugins.indexer.reference import candidate_topk, index_scores, round_queries
 from plugins.indexer.slots import KeySlots, PagedSlots
 
-__all__ = ["KeySlots", "PagedSlots", "index_scores", "round_queries"]
+__all__ = ["KeySlots", "PagedSlots", "candidate_topk", "index_scores", "round_queries"]

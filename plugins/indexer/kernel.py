@@ -18,10 +18,12 @@ import triton.language as tl
 
 from plugins.device.launch import INTERPRETED, limits, needs_reference, padded, unit_stride
 from plugins.device.rows import MXFP4_WORDS, DeviceRows, device_rows, entry_slots, load_rows
+from plugins.indexer.kernel_candidates import list_blocks, name_entries
 from plugins.indexer.kernel_float8 import WIDTH as FLOAT8_WIDTH
 from plugins.indexer.kernel_float8 import index_scores_float8
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import OPERATORS
+from plugins.topk_select.kernel import topk_select
 
 if TYPE_CHECKING:
     from plugins.formats.rows import RowStore
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _KEY_TILE = 128
 # Entries of one program: the queries are loaded once for them where a program has one row.
 _RUN_TILES = 4
+_NAMES = 512
 # Rows of one request that share decoded keys, at most.
 _MAX_ROWS = 4
 
@@ -224,8 +227,8 @@ def candidate_scores(
     if stored is None or needs_reference(queries, head_weights):
         raise ValueError(
             "expected float32 or bfloat16 queries without a gradient and keys in a record that "
-            f"kernels decode, got {queries.dtype} and {type(keys).__name__}; use index_scores and "
-            "restrict_to_blocks instead"
+            f"kernels decode, got {queries.dtype} and {type(keys).__name__}; use candidate_topk, "
+            "which has a reference for all others"
         )
     num_rows, heads, width = queries.shape
     num_columns = blocks.shape[1] * block_size
@@ -254,3 +257,42 @@ def candidate_scores(
         tl.float32 if queries.dtype == torch.float32 else tl.bfloat16, INTERPRETED, num_warps=4,
     )  # fmt: skip
     return scores
+
+
+def candidate_topk(
+    queries: torch.Tensor,
+    head_weights: torch.Tensor,
+    keys: RowStore,
+    key_slots: KeySlots,
+    request: torch.Tensor,
+    num_visible: torch.Tensor,
+    blocks_mask: torch.Tensor,
+    *,
+    k: int,
+    block_size: int,
+    num_blocks: int,
+) -> torch.Tensor:
+    """As the reference, which runs for float64, a gradient or an unknown record. Precision and what
+    a row depends on are those of index_scores."""
+    if device_rows(keys) is None or needs_reference(queries, head_weights):
+        reference: torch.Tensor = OPERATORS["candidate_topk"].reference(
+            queries, head_weights, keys, key_slots, request, num_visible, blocks_mask,
+            k=k, block_size=block_size, num_blocks=num_blocks,
+        )  # fmt: skip
+        return reference
+    rows, blocks = blocks_mask.shape
+    width = min(num_blocks, blocks)
+    entries = request.new_empty((rows, min(k, pages_of(key_slots).count)))
+    if entries.numel() == 0:
+        return entries
+    mask = unit_stride(blocks_mask).view(torch.uint8)
+    listed = request.new_empty((rows, width))
+    list_blocks[(rows,)](mask, mask.stride(0), blocks, listed, width, min(4096, padded(blocks)))
+    scores = candidate_scores(
+        queries, head_weights, keys, key_slots, request, num_visible, listed, block_size=block_size
+    )
+    columns = topk_select(scores, k)
+    name_entries[(triton.cdiv(entries.shape[1], _NAMES), rows)](
+        columns, columns.shape[1], listed, width, entries, entries.shape[1], block_size, _NAMES
+    )
+    return entries

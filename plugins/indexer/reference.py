@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from plugins.formats.records import RecordLayout
-from plugins.indexer.schema import INDEX_SCORES, ROUND_QUERIES
+from plugins.indexer.schema import CANDIDATE_TOPK, INDEX_SCORES, ROUND_QUERIES
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import operator
+from plugins.topk_select import topk_select
 
 if TYPE_CHECKING:
     from plugins.formats.rows import RowStore
@@ -68,3 +69,27 @@ def index_scores(
             tile = torch.bmm(head_weights[rows], products)[:, 0, :width]
             scores[rows, columns] = tile.masked_fill(~readable, -torch.inf)
     return scores
+
+
+@operator(CANDIDATE_TOPK)
+def candidate_topk(
+    queries: torch.Tensor,
+    head_weights: torch.Tensor,
+    keys: RowStore,
+    key_slots: KeySlots,
+    request: torch.Tensor,
+    num_visible: torch.Tensor,
+    blocks_mask: torch.Tensor,
+    *,
+    k: int,
+    block_size: int,
+    num_blocks: int,
+) -> torch.Tensor:
+    """Level two: the k best of index_scores inside the candidate blocks, as topk_select.
+
+    blocks_mask bool [T, ceil(n / block_size)], at most `num_blocks` true in a row. Returns entries
+    int64 [T, min(k, n)], ascending, −1 at the end. A kernel scores the candidates alone.
+    """
+    scores = index_scores(queries, head_weights, keys, key_slots, request, num_visible)
+    inside = blocks_mask.repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
+    return topk_select(scores.masked_fill(~inside, -torch.inf), k)

@@ -22,6 +22,16 @@ INDEX_SCORES = OperatorSchema(
     source="technical report, compressed sparse attention, lightning indexer",
 )
 
+CANDIDATE_TOPK = OperatorSchema(
+    name="candidate_topk",
+    inputs=(*INDEX_SCORES.inputs, TensorSpec("blocks_mask", ("T", "ceil(n/block_size)"), "bool")),
+    outputs=(TensorSpec("selected", ("T", "min(k,n)"), "int64"),),
+    attributes=("k", "block_size", "num_blocks"),
+    ties="of equal scores the lower index wins",
+    deterministic=INDEX_SCORES.deterministic,
+    source="technical report, compressed sparse attention, level two of the two-level selection",
+)
+
 ROUND_QUERIES = OperatorSchema(
     name="round_queries",
     inputs=(TensorSpec("queries", ("T", "h", "dk")),),

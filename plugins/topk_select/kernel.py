@@ -114,20 +114,6 @@ def _mark(blocks, num_listed, mask, num_blocks, TILE: tl.constexpr):
     tl.store(mask + row * num_blocks + block, yes, mask=block >= 0)
 
 
-@triton.jit
-def _restrict(
-    scores, row_stride, num_columns, mask, mask_stride, restricted,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    there = column < num_columns
-    inside = tl.load(mask + row * mask_stride + column // BLOCK, mask=there, other=0)
-    read = there & (inside != 0)
-    score = tl.load(scores + row * row_stride + column, mask=read, other=float("-inf"))
-    tl.store(restricted + row * num_columns + column, score, mask=there)
-
-
 def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
     """As the reference, which runs for float64."""
     if needs_reference(scores):
@@ -170,25 +156,6 @@ def candidate_blocks(
         grid = (triton.cdiv(listed.shape[1], _TILE), rows)
         _mark[grid](listed, listed.shape[1], mask.view(torch.uint8), blocks, _TILE)
     return mask
-
-
-def restrict_to_blocks(
-    scores: torch.Tensor, blocks_mask: torch.Tensor, *, block_size: int
-) -> torch.Tensor:
-    """As the reference, which runs for float64."""
-    if needs_reference(scores):
-        reference: torch.Tensor = OPERATORS["restrict_to_blocks"].reference(
-            scores, blocks_mask, block_size=block_size
-        )
-        return reference
-    restricted = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    if scores.numel():
-        scores, mask = unit_stride(scores), unit_stride(blocks_mask).view(torch.uint8)
-        rows, columns = scores.shape
-        _restrict[(triton.cdiv(columns, _TILE), rows)](
-            scores, scores.stride(0), columns, mask, mask.stride(0), restricted, block_size, _TILE
-        )
-    return restricted
 
 
 def _select(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from plugins.registry import operator
-from plugins.topk_select.schema import CANDIDATE_BLOCKS, RESTRICT_TO_BLOCKS, TOPK_SELECT
+from plugins.topk_select.schema import CANDIDATE_BLOCKS, TOPK_SELECT
 
 # Of the int64 running counts of a row tile.
 _COUNT_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
@@ -49,15 +49,6 @@ def candidate_blocks(
     newest = torch.div(num_visible - 1, block_size, rounding_mode="floor")
     is_newest = torch.arange(blocks, device=scores.device) == newest.unsqueeze(1)
     return _best(block_scores.masked_fill(is_newest, torch.inf), min(num_blocks, blocks))
-
-
-@operator(RESTRICT_TO_BLOCKS)
-def restrict_to_blocks(
-    scores: torch.Tensor, blocks_mask: torch.Tensor, *, block_size: int
-) -> torch.Tensor:
-    """Level two: `scores` [T, n] with −inf outside the blocks of `blocks_mask` [T, ceil(n/b)]."""
-    inside = blocks_mask.repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
-    return scores.masked_fill(~inside, -torch.inf)
 
 
 def _best(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -23,16 +23,3 @@ CANDIDATE_BLOCKS = OperatorSchema(
     deterministic=TOPK_SELECT.deterministic,
     source="technical report, compressed sparse attention, level one of the two-level selection",
 )
-
-RESTRICT_TO_BLOCKS = OperatorSchema(
-    name="restrict_to_blocks",
-    inputs=(
-        TensorSpec("scores", ("T", "n")),
-        TensorSpec("blocks_mask", ("T", "ceil(n/block_size)"), "bool"),
-    ),
-    outputs=(TensorSpec("restricted", ("T", "n")),),
-    attributes=("block_size",),
-    ties="none: nothing is selected",
-    deterministic="elementwise",
-    source="technical report, compressed sparse attention, level two of the two-level selection",
-)

@@ -21,8 +21,8 @@ CALLS = {
     "compress": {"compressor": ["pool_pairs", "previous_rows"], "kv_write": ["kv_write"]},
     "draft": {"mega_attention": ["mega_attention"], "kv_write": ["kv_write"]},
     "select": {
-        "indexer": ["index_scores"],
-        "topk_select": ["topk_select", "candidate_blocks", "restrict_to_blocks"],
+        "indexer": ["index_scores", "candidate_topk"],
+        "topk_select": ["topk_select", "candidate_blocks"],
     },
 }
 

@@ -22,6 +22,7 @@ from plugins.device.ahead import compile_kernel
 from plugins.device.launch import Limits
 from plugins.engram import kernel as engram
 from plugins.indexer import kernel as indexer
+from plugins.indexer import kernel_candidates as candidates
 from plugins.indexer import kernel_float8 as float8
 from plugins.kv_write import kernel as kv_write
 from plugins.linear import kernel as linear
@@ -79,7 +80,7 @@ SELECT = {
     "kept_scores": "*fp32", "kept_columns": "*i32", "out_width": "i32", "k": "i32",
     "num_visible": "*i64", "block_scores": "*fp32", "num_blocks": "i32", "largest": "fp32",
     "blocks": "*i64", "num_listed": "i32", "mask": "*u8", "mask_stride": "i32",
-    "restricted": "*fp32",
+    "listed": "*i64", "entries": "*i64", "num_entries": "i32",
 }  # fmt: skip
 WRITE = {
     "values": "*bf16", "value_stride": STRIDE, "slots": "*i64", "data": "*u8",
@@ -192,7 +193,8 @@ def kernels(device: Limits) -> Kernels:
         ("select rest", select._select_chunk, SELECT, {**one, "FIRST": False, "LAST": True}, 16),
         ("block scores", select._block_scores, SELECT, {"BLOCK": 8, "PADDED": 8, "TILE": 512}, 4),
         ("mark", select._mark, SELECT, {"TILE": 1024}, 4),
-        ("restrict", select._restrict, SELECT, {"BLOCK": 8, "TILE": 1024}, 4),
+        ("list blocks", candidates.list_blocks, SELECT, {"TILE": 4096}, 4),
+        ("name entries", candidates.name_entries, SELECT, {"BLOCK": 8, "TILE": 512}, 4),
         *(
             (
                 f"write {name}", kv_write._kv_write, WRITE,

@@ -62,10 +62,12 @@ def arguments_of(name: str, dtype: torch.dtype) -> list[dict[str, Any]]:
                 "comb": torch.rand(*shape[:2], shape[1], dtype=dtype),
                 "y": case.output(dtype),
             }
-        if name == "restrict_to_blocks":
-            blocks = graph_operator("candidate_blocks").entry.reference
-            picked = {k: operands[k] for k in inspect.signature(blocks).parameters}
-            operands["blocks_mask"] = blocks(**picked)
+        if name == "candidate_topk":
+            blocks = -(-operands["key_slots"].shape[1] // 4)
+            operands |= {
+                "blocks_mask": torch.rand(operands["queries"].shape[0], blocks) < 0.4,
+                "k": 5, "block_size": 4, "num_blocks": blocks,
+            }  # fmt: skip
         found.append({k: operands[k] for k in inspect.signature(reference).parameters})
     return found
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from plugins.formats.records import index_record
 from plugins.formats.rows import PackedRows, ValueRows
-from plugins.indexer import index_scores
+from plugins.indexer import candidate_topk, index_scores
 from plugins.indexer.cases import CASES, IndexCase
 from plugins.topk_select import topk_select
 
@@ -175,3 +175,22 @@ def test_gradients() -> None:
         return scores[visible & (readable >= 0)]
 
     assert torch.autograd.gradcheck(run, [x.clone().requires_grad_() for x in inputs])
+
+
+def test_the_best_of_the_candidates() -> None:
+    """One query of one head; key j scores j, so blocks decide alone."""
+    keys = ValueRows(torch.arange(10.0).unsqueeze(1))
+    mask = torch.tensor([[False, True, False, True], [True, False, False, False]])
+    ours = candidate_topk(
+        torch.ones(2, 1, 1),
+        torch.ones(2, 1),
+        keys,
+        torch.arange(10).unsqueeze(0),
+        torch.zeros(2, dtype=torch.int64),
+        torch.tensor([10, 2]),
+        mask,
+        k=3,
+        block_size=3,
+        num_blocks=2,
+    )
+    assert ours.tolist() == [[4, 5, 9], [0, 1, -1]]

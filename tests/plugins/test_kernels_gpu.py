@@ -246,7 +246,7 @@ def test_a_graph_replays_to_the_bits_of_the_call(name: str) -> None:
 
 def test_cuda_tensors_run_the_kernels() -> None:
     for name in (
-        "mega_attention", "index_scores", "topk_select", "candidate_blocks", "restrict_to_blocks",
+        "mega_attention", "index_scores", "topk_select", "candidate_blocks", "candidate_topk",
         "kv_write", "pool_pairs", "previous_rows", "linear", "wo_a", "engram_rows",
         "engram_lookup", "engram_gate", "moe", "mega_gate", "hc_mix", "hc_expand", "hc_collapse",
         "norm", "rope",

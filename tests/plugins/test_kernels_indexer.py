@@ -106,6 +106,26 @@ def test_candidate_blocks_alone(case: IndexCase, block_size: int) -> None:
     compare(ours, np.take_along_axis(everything, entries.numpy(), 1), case)
 
 
+@pytest.mark.parametrize("block_size", [3, 8])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_best_of_the_candidates(case: IndexCase, block_size: int) -> None:
+    """By sorting the oracle's scores of the candidates in Python; float32 keeps distinct scores
+    apart. A row may have fewer candidates than it selects."""
+    operands = case.operands(torch.float32)
+    rows, num_blocks = sum(case.rows), -(-case.keys // block_size)
+    draw = torch.Generator().manual_seed(6)
+    mask = torch.rand(rows, num_blocks, generator=draw) < 0.5
+    most = int(mask.sum(1).max()) if mask.numel() else 0
+    sizes = {"k": 20, "block_size": block_size, "num_blocks": max(most, 1)}
+    ours = kernel.candidate_topk(**moved({**operands, "blocks_mask": mask}), **sizes)
+    width = min(20, case.keys)
+    assert ours.shape == (rows, width)
+    for t, row in enumerate(oracle(operands).tolist()):
+        inside = [j for j, s in enumerate(row) if mask[t, j // block_size] and s > -np.inf]
+        best = sorted(sorted(inside, key=lambda j: (-row[j], j))[:width])
+        assert ours[t].tolist() == best + [-1] * (width - len(best))
+
+
 def test_which_products_are_taken() -> None:
     """Words must be aligned, rows 128 wide and queries bfloat16."""
     operands, _ = packed_operands(MODELS[2], 7)
@@ -239,5 +259,5 @@ def test_float64_runs_the_reference_and_has_no_candidate_form() -> None:
     operands = moved(CASES[1].operands(torch.float64))
     assert kernel.index_scores(**operands).dtype == torch.float64
     blocks = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match="restrict_to_blocks"):
+    with pytest.raises(ValueError, match="candidate_topk"):
         kernel.candidate_scores(**operands, blocks=blocks, block_size=4)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.topk_select import candidate_blocks, restrict_to_blocks, topk_select
+from plugins.topk_select import candidate_blocks, topk_select
 from plugins.topk_select.cases import CASES, SelectCase
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -95,23 +95,6 @@ def test_one_block_is_the_newest_whatever_scores_say() -> None:
     scores = torch.tensor([[math.inf, math.inf, 0.0, -5.0, -math.inf]])
     mask = candidate_blocks(scores, torch.tensor([4]), block_size=2, num_blocks=1)
     assert mask.tolist() == [[False, True, False]]
-
-
-def test_blocks_that_cover_everything_restrict_nothing() -> None:
-    operands = SelectCase("cover", 7, 45, 5).operands(torch.float64)
-    mask = candidate_blocks(**operands, block_size=8, num_blocks=6)
-    restricted = restrict_to_blocks(operands["scores"], mask, block_size=8)
-    assert torch.equal(restricted, operands["scores"])
-
-
-def test_restriction_hides_columns_outside_the_blocks() -> None:
-    scores = torch.arange(7.0).expand(2, -1)
-    mask = torch.tensor([[True, False, True], [False, True, False]])
-    inf = math.inf
-    assert restrict_to_blocks(scores, mask, block_size=3).tolist() == [
-        [0, 1, 2, -inf, -inf, -inf, 6],
-        [-inf, -inf, -inf, 3, 4, 5, -inf],
-    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
