@@ -18,7 +18,7 @@ from harness import DEVICE, Ceilings, emit, load_peers, run
 
 OPS = (
     "mega_attention", "indexer", "topk_select", "cache_writes", "linear", "engram", "experts",
-    "around_experts",
+    "around_experts", "sample",
 )  # fmt: skip
 
 

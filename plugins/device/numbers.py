@@ -139,3 +139,18 @@ def mxfp8_round(values, FLOAT8: tl.constexpr):
     """mxfp8_quotient times its scale: NaN throughout a group that is not finite."""
     quotient, byte = mxfp8_quotient(values, FLOAT8)
     return quotient * e8m0_scale(byte)
+
+
+@triton.jit
+def order_key(values):
+    """int32 keys in the order of float32 values; −0 and +0 are equal, NaN counts as −inf. The least
+    int32 is no value's key."""
+    values = tl.where(values == values, values, float("-inf"))
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def ordered_value(keys):
+    """The float32 values of order_key."""
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

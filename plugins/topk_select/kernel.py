@@ -16,19 +16,12 @@ import triton
 import triton.language as tl
 
 from plugins.device.launch import needs_reference, padded, unit_stride
+from plugins.device.numbers import order_key
 from plugins.registry import OPERATORS
 
 _CHUNK = 16_384
 # Elements of one program of the elementwise kernels.
 _TILE = 1024
-
-
-@triton.jit
-def _order(score):
-    """int32 keys in the order of float32 scores; −0 and +0 are equal, NaN counts as −inf."""
-    score = tl.where(score == score, score, float("-inf"))
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -46,7 +39,7 @@ def _select_chunk(
     there = place < num_columns
     score = tl.load(scores + row * row_stride + place, mask=there, other=float("-inf"))
     score = score.to(tl.float32)
-    key = _order(score)
+    key = order_key(score)
     # −inf marks what may not be read; its key is the least that a score can have.
     readable = tl.sum((key > -2139095041).to(tl.int32))
     wanted = tl.minimum(k, readable)

@@ -28,6 +28,7 @@ from plugins.kv_write import kernel as kv_write
 from plugins.linear import kernel as linear
 from plugins.linear import kernel_float8 as linear_float8
 from plugins.mega_attention import kernel as attention
+from plugins.sample import kernel as sample
 from plugins.topk_select import kernel as select
 
 STRIDE = "aligned i32"
@@ -212,6 +213,15 @@ def kernels(device: Limits) -> Kernels:
         *linear_kernels(device),
         *engram_kernels(device),
         *kernels_ahead_experts.kernels(device),
+        (
+            "sample", sample._sample,
+            {
+                "logits": "*fp32", "row_stride": STRIDE, "temperature": "*fp32", "top_k": "*i64",
+                "top_p": "*fp32", "min_p": "*fp32", "seed": "*i64", "output_index": "*i64",
+                "kept": "*i32", "tokens": "*i64", "vocab": STRIDE,
+            },
+            {"HALF": False, "TILE": 4096}, 16,
+        ),
     ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from plugins.moe import PackedExpertWeights
 from plugins.norm.cases import NormCase
 from plugins.registry import OPERATORS
 from plugins.rope.cases import RopeCase
+from plugins.sample.cases import CASES
 from plugins.topk_select.cases import SelectCase
 from plugins.wo_a.cases import WoACase
 
@@ -196,6 +197,11 @@ def rotated() -> Callable[[], torch.Tensor]:
     return lambda: load_kernel("rope").apply_rope(**operands)
 
 
+def sampled() -> Callable[[], torch.Tensor]:
+    operands = moved(CASES[11].operands(torch.float32))
+    return lambda: load_kernel("sample").sample(**operands)
+
+
 CALLS = {
     "experts, few rows": lambda: experts(2, PackedFormat.FP4_ROWS),
     "experts, many rows": lambda: experts(300, PackedFormat.FP4_ROWS),
@@ -223,6 +229,7 @@ CALLS = {
     "linear, NVFP4": lambda: linear(5, PackedFormat.NVFP4),
     "grouped output, few rows": lambda: grouped(3),
     "grouped output, many rows": lambda: grouped(70),
+    "sampling": sampled,
     "Engram row ids": engram_hash,
     "Engram rows": lambda: engram_table(False),
     "Engram rows in memory of the host": lambda: engram_table(True),
@@ -250,6 +257,7 @@ def test_cuda_tensors_run_the_kernels() -> None:
         "kv_write", "pool_pairs", "previous_rows", "linear", "wo_a", "engram_rows",
         "engram_lookup", "engram_gate", "moe", "mega_gate", "hc_mix", "hc_expand", "hc_collapse",
         "norm", "rope",
+        "engram_lookup", "engram_gate", "sample",
     ):  # fmt: skip
         implementation = OPERATORS[name].implementation(torch.device("cuda"))
         assert implementation.__module__.endswith(".kernel")

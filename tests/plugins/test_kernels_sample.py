@@ -1,0 +1,110 @@
+"""The sampling kernel: where each draw falls in the exact distribution that the limits leave."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_oracle import DEVICE, load_kernel, moved
+
+from plugins.sample import uniform
+from plugins.sample.cases import CASES, SampleCase
+
+kernel = load_kernel("sample")
+
+# Weights are float32 exponentials.
+SLACK = 1e-6
+
+
+def kept(row: list[float], heat: float, top_k: int, top_p: float, min_p: float) -> list[int]:
+    """The tokens that may be drawn, in the order in which the draw walks them."""
+    peak = max(row)
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    order = [i for i in order if math.exp((row[i] - peak) / heat) >= min_p * (1 - 1e-12)]
+    order = order[:top_k] if top_k else order
+    if top_p < 1:
+        total = math.fsum(math.exp((row[i] - peak) / heat) for i in order)
+        mass, first = 0.0, order
+        order = []
+        for i in first:
+            order.append(i)
+            mass += math.exp((row[i] - peak) / heat)
+            if mass >= top_p * total:
+                break
+    return order if top_k or top_p < 1 else sorted(order)
+
+
+def check(operands: dict, tokens: torch.Tensor) -> None:
+    u = uniform(operands["seed"], operands["output_index"]).tolist()
+    settings = [operands[n].tolist() for n in ("temperature", "top_k", "top_p", "min_p")]
+    rows = operands["logits"].double().tolist()
+    assert tokens.dtype == torch.int64
+    for t, (row, *setting) in enumerate(zip(rows, *settings, strict=True)):
+        token, heat = int(tokens[t]), setting[0]
+        if heat == 0:
+            assert token == row.index(max(row)), t
+            continue
+        order = kept(row, *setting)
+        peak = max(row)
+        weights = [math.exp((row[i] - peak) / heat) for i in order]
+        place = order.index(token)
+        below, total = math.fsum(weights[:place]), math.fsum(weights)
+        assert below - SLACK * total <= u[t] * total, t
+        assert u[t] * total <= below + weights[place] + SLACK * total, t
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_a_draw_falls_into_its_share(case: SampleCase) -> None:
+    operands = {name: x[:2] for name, x in case.operands(torch.float32).items()}
+    check(operands, kernel.sample(**moved(operands)))
+
+
+@pytest.mark.parametrize("case", [CASES[4], CASES[6], CASES[8]], ids=lambda c: c.name)
+def test_bfloat16_logits(case: SampleCase) -> None:
+    operands = {name: x[2:3] for name, x in case.operands(torch.bfloat16).items()}
+    check(operands, kernel.sample(**moved(operands)))
+
+
+def mixed(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
+    """Every row has settings of its own; a quarter of the logits are equal, a few forbidden."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = 3.0 * torch.randn(rows, vocab, generator=draw)
+    logits = torch.where(torch.rand(rows, vocab, generator=draw) < 0.25, 0.5, logits)
+    logits[:, ::7] = -math.inf
+    logits[:, 1] = torch.where(torch.arange(rows) % 2 == 0, -0.0, 0.0)
+    return {
+        "logits": logits,
+        "temperature": torch.tensor([0.8, 0.0, 1.5, 30.0, 0.05, 1.0])[torch.arange(rows) % 6],
+        "top_k": torch.tensor([0, 7, 3, 0, 40])[torch.arange(rows) % 5],
+        "top_p": torch.tensor([0.9, 1.0, 0.3, 0.999])[torch.arange(rows) % 4],
+        "min_p": torch.tensor([0.0, 0.0, 0.02])[torch.arange(rows) % 3],
+        "seed": torch.randint(-(2**62), 2**62, (rows,), generator=draw),
+        "output_index": torch.randint(0, 2**40, (rows,), generator=draw),
+    }
+
+
+def test_rows_of_several_tiles_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_TILE", 32)
+    operands = mixed(7, 70, 0)
+    on_device = moved(operands)
+    tokens = kernel.sample(**on_device)
+    check(operands, tokens)
+    some = torch.tensor([5, 1], device=DEVICE)
+    alone = {name: x[some] for name, x in on_device.items()}
+    wide = on_device["logits"].new_full((2, 140), math.inf)
+    wide[:, ::2] = alone["logits"]
+    assert torch.equal(kernel.sample(**{**alone, "logits": wide[:, ::2]}), tokens[some])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="slow where it is interpreted")
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_a_released_vocabulary(seed: int) -> None:
+    operands = mixed(60, 129_280, seed)
+    check(operands, kernel.sample(**moved(operands)))
+
+
+def test_float64_runs_the_reference() -> None:
+    operands = moved(CASES[4].operands(torch.float64))
+    check({n: x.cpu() for n, x in operands.items()}, kernel.sample(**operands))
