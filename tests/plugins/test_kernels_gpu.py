@@ -256,8 +256,7 @@ def test_cuda_tensors_run_the_kernels() -> None:
         "mega_attention", "index_scores", "topk_select", "candidate_blocks", "candidate_topk",
         "kv_write", "pool_pairs", "previous_rows", "linear", "wo_a", "engram_rows",
         "engram_lookup", "engram_gate", "moe", "mega_gate", "hc_mix", "hc_expand", "hc_collapse",
-        "norm", "rope",
-        "engram_lookup", "engram_gate", "sample",
+        "norm", "rope", "sample",
     ):  # fmt: skip
         implementation = OPERATORS[name].implementation(torch.device("cuda"))
         assert implementation.__module__.endswith(".kernel")
