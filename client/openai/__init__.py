@@ -1,6 +1,6 @@
 """The OpenAI API over a deployment: `dsv41-client openai-proxy` (extra `openai-proxy`).
 
-`requests` reads bodies, `deployment` speaks gRPC, `answer_reader` splits what the model wrote,
-`chat_format` and `completion_format` build responses, `app` puts them behind HTTP. Reading,
-splitting and building know neither HTTP nor gRPC.
+`fields` judges bodies, `requests` and `guides` turn them into requests, `deployment` speaks gRPC,
+`answer_reader` splits what the model wrote, `formats` builds responses, `app` puts them behind
+HTTP. Judging, splitting and building know neither HTTP nor gRPC.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -31,6 +32,8 @@ from client.protocol import DeploymentError, GenerateChunk
 
 logger = logging.getLogger(__name__)
 
+# The loop ends with this; answers that a stop has just cut off say so before.
+LAST_WORDS_SECONDS = 0.2
 CLIENT_LEFT = 499  # nobody reads it; a name for the metrics
 
 Answers = AsyncGenerator[tuple[int, GenerateChunk], None]
@@ -79,6 +82,7 @@ class _Proxy:
         settings = self._settings
         self._deployment = Deployment(settings.deployment, settings.model, settings.request_timeout)
         yield
+        await asyncio.sleep(LAST_WORDS_SECONDS)
         await self._deployment.close()
 
     # -- paths ------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from client.openai.errors import RETRY_SECONDS, ApiError
+
 Item = TypeVar("Item")
 
 DONE = "data: [DONE]\n\n"
@@ -21,6 +23,17 @@ _LINE_ENDS = str.maketrans({c: f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"})
 
 class ClientLeftError(Exception):
     """Nobody waits for the answer any more."""
+
+
+def stopping() -> ApiError:
+    """What a request is told that the server library cancels, which it does at a stop only."""
+    return ApiError(
+        503,
+        "expected a running proxy, got one that stops: send it to another",
+        kind="unavailable_error",
+        code="unavailable",
+        retry_seconds=RETRY_SECONDS,
+    )
 
 
 async def merged(
@@ -55,7 +68,8 @@ async def merged(
 
 
 async def unless_left(request: Request, work: Awaitable[Item]) -> Item:
-    """The result of `work`, which is cancelled when the client leaves: ClientLeftError then.
+    """The result of `work`, which is cancelled when the client leaves: ClientLeftError then. At the
+    end of a stop's patience ApiError 503.
 
     The request's body must have been read."""
 
@@ -69,6 +83,8 @@ async def unless_left(request: Request, work: Awaitable[Item]) -> Item:
         if not task.done():
             raise ClientLeftError
         return task.result()
+    except asyncio.CancelledError:
+        raise stopping() from None
     finally:
         task.cancel()
         watch.cancel()
@@ -93,7 +109,11 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, send)
+            except asyncio.CancelledError:
+                last = event(stopping().body).encode()
+                await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def event(value: dict[str, Any]) -> str:

@@ -23,10 +23,12 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @contextlib.contextmanager
 def serving(deployment: str, keys: tuple[str, ...] = (), **changes: Any) -> Iterator[str]:
-    """host:port; `changes` as in ProxySettings."""
+    """host:port; `changes` as in ProxySettings. Leaving it gives running answers a second."""
     app = create_app(ProxySettings(deployment, **changes), ApiKeys(keys))
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, http="h11", ws="none"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, http="h11", ws="none", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -133,6 +133,24 @@ def test_a_client_that_leaves_cancels_at_the_server(
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_ends_long_answers_with_an_error(server: Server, stream: bool) -> None:
+    asked = {"model": MODEL, "messages": user("[slow]" + "a" * 200), "stream": stream}
+    with serving(server.grpc) as proxy:
+        connection = http.client.HTTPConnection(proxy, timeout=20)
+        before = server.tokens_made()
+        connection.request("POST", CHAT, json.dumps(asked), {"Content-Type": "application/json"})
+        while server.tokens_made() < before + 2:
+            time.sleep(0.02)
+    response = connection.getresponse()
+    assert response.status == (200 if stream else 503)
+    text = response.read().decode()
+    assert '"code":"unavailable"' in text
+    assert "[DONE]" not in text
+    connection.close()
+    assert_stops(server)
+
+
 def test_no_deployment_is_503_with_retry_after() -> None:
     with serving(free_address()) as proxy:
         status, headers, made = post(proxy, CHAT, {"model": MODEL, "messages": user("a")})
