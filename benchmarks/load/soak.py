@@ -152,7 +152,7 @@ class Traffic:
         )
 
     async def storm(self, channel: grpc.aio.Channel) -> None:
-        """Many at once, more than the queue takes, all cancelled."""
+        """Many at once, all cancelled; a few storms together fill the queue."""
         await asyncio.gather(
             *(self.cancel(channel) for _ in range(self._rng.randint(4, 2 * self._workers)))
         )

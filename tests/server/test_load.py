@@ -36,7 +36,7 @@ def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_soak(tmp_path: Path) -> None:
-    report = run("soak.py", tmp_path, "--minutes=0.12", "--rounds=2", "--workers=8")
+    report = run("soak.py", tmp_path, "--minutes=0.05", "--rounds=2", "--workers=6")
     accounts = report["accounts"]
     assert accounts["sent"] == sum(sum(ends.values()) for ends in report["ends"].values())
     assert accounts["refused"]["invalid_argument"] == report["ends"]["bad"]["invalid_argument"] > 0
