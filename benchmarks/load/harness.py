@@ -31,7 +31,7 @@ _KINDS = {
     **dict.fromkeys(("text_input", "messages", "stop_words", "logit_bias"), "BYTES"),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), "FP32"),
     **dict.fromkeys(("stream", "speculative", "thinking"), "BOOL"),
-    "seed": "UINT64",
+    **dict.fromkeys(("seed", "timeout"), "UINT64"),
 }  # every other input is INT32
 
 

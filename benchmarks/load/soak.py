@@ -3,9 +3,9 @@
     python benchmarks/load/soak.py --minutes 20 --out runs/soak.json
 
 Workers send requests of every kind at once: answers to read to the end, streams that are cancelled,
-connections that are closed, slow readers, bad inputs, requests over capacity, storms of cancelled
-requests, steps whose executor fails. In rounds: after each, traffic rests until the server is
-empty, and what it holds is written down. The run passes when
+connections that are closed, slow readers, deadlines that pass, bad inputs, requests over capacity,
+storms of cancelled requests, steps whose executor fails. In rounds: after each, traffic rests until
+the server is empty, and what it holds is written down. The run passes when
 
 - every request ended as its kind allows, for the client and, by its id, exactly once in the log;
 - the server's own counters add up to what was sent;
@@ -78,6 +78,7 @@ class Traffic:
             (8, self.cancel),
             (6, self.disconnect),
             (4, self.slow_reader),
+            (4, self.deadline),
             (10, self.bad),
             (4, self.over_capacity),
             (2, self.storm),
@@ -137,6 +138,10 @@ class Traffic:
     async def slow_reader(self, channel: grpc.aio.Channel) -> None:
         values = self._ids(20) | {"max_tokens": 12, "end_id": -1}
         await self._send(channel, "slow reader", values, pause=0.2)
+
+    async def deadline(self, channel: grpc.aio.Channel) -> None:
+        values = self._ids(50) | {"max_tokens": 300, "end_id": -1, "timeout": 300_000}
+        await self._send(channel, "deadline", values, allowed={"deadline_exceeded"})
 
     async def bad(self, channel: grpc.aio.Channel) -> None:
         values = self._rng.choice(BAD)
