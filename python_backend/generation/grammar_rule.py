@@ -63,8 +63,8 @@ class GrammarRule:
         masks = self._allowed(rows.take(ruled), *_within(ruled, at, forbidden))
         sums = self._sums_of(logits.dtype)
         for part in tiles(np.arange(len(ruled)), logits):
-            octets = masks[part].view(np.uint8)
-            added = sums.index_select(0, self._tensor(octets.ravel().astype(np.int32)))
+            octets = self._tensor(masks[part].view(np.uint8).ravel())
+            added = sums.index_select(0, octets.int())
             added = added.view(len(part), -1)[:, : logits.shape[1]]
             logits.index_add_(0, self._tensor(ruled[part]), added)
 
