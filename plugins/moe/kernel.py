@@ -100,7 +100,7 @@ def moe(
 ) -> torch.Tensor:
     """As the reference, whose arguments and result these are.
 
-    Released FP4 experts and bfloat16 rows are multiplied as E4M3, whose sums of 128 products are
+    Released FP4 experts and bfloat16 rows are multiplied as E4M3, whose sums of 256 products are
     added in float32; otherwise products take bfloat16 operands for bfloat16 rows and three TF32
     products for float32 ones. A row's experts are added in ascending order, then the shared ones.
     With float64, a gradient, or experts in several formats the reference runs.

@@ -42,19 +42,27 @@ mad.lo.u32 $1, mark, 2, byte;
 """)
 
 
+@triton.constexpr_function
+def step_of(width):
+    """Columns of a step, whose codes round_rows puts into the order of _decode."""
+    return 256 if width % 256 == 0 else 128
+
+
 @triton.jit
 def _decode(byte, shift, WIDEN: tl.constexpr):
-    """The negatives of the codes in bytes [N, 64] as an operand [N, 128], for exponent shifts int32
-    [N, 4] of their groups: the first four codes of every word of eight, then the last four."""
+    """The negatives of the codes in bytes [N, 64 · n] as an operand [N, 128 · n], for exponent
+    shifts int32 [N, 4 · n] of their groups: the first four codes of every word of eight, then the
+    last four."""
     N: tl.constexpr = byte.shape[0]
+    GROUPS: tl.constexpr = shift.shape[1]
     if WIDEN:
-        even, odd = e2m1_pair(byte.to(tl.int32).reshape(N, 4, 16))
+        even, odd = e2m1_pair(byte.to(tl.int32).reshape(N, GROUPS, 16))
         shift = tl.minimum(tl.maximum(shift, TOP - 11), TOP)
         power = ((shift + 127) << 23).to(tl.float32, bitcast=True) * -E2M1_UNIT
         values = tl.join(even * power[:, :, None], odd * power[:, :, None])
-        operand = values.reshape(N, 16, 2, 4).permute(0, 2, 1, 3)
+        operand = values.reshape(N, 4 * GROUPS, 2, 4).permute(0, 2, 1, 3)
     else:
-        shift = tl.broadcast_to(shift[:, :, None], (N, 4, 16)).reshape(N, 64)
+        shift = tl.broadcast_to(shift[:, :, None], (N, GROUPS, 16)).reshape(N, 16 * GROUPS)
         first, last = tl.inline_asm_elementwise(
             EIGHT_CODES,
             "=&r,=&r,r,r,r,r,r",
@@ -64,7 +72,7 @@ def _decode(byte, shift, WIDEN: tl.constexpr):
             pack=4,
         )
         operand = tl.join(first, last).permute(0, 2, 1).to(tl.float8e4nv, bitcast=True)
-    return operand.reshape(N, 128)
+    return operand.reshape(N, 32 * GROUPS)
 
 
 @triton.jit
@@ -80,22 +88,25 @@ def product_float8(
     """
     N: tl.constexpr = exponent.shape[0]
     ROWS: tl.constexpr = x_row.shape[0]
-    byte_at = (codes_apart + row * (WIDTH // 2))[:, None] + tl.arange(0, 64)[None, :]
-    scale_at = scales_apart // 4 + row * (WIDTH // 128)
-    x_at = x_row[:, None] * WIDTH + tl.arange(0, 128)[None, :]
+    # Sums inside the tensor core keep 14 bits or so: no more than 256 products of them.
+    STEP: tl.constexpr = step_of(WIDTH)
+    byte_at = codes + (codes_apart + row * (WIDTH // 2))[:, None]
+    byte_at += tl.arange(0, STEP // 2)[None, :]
     words = scales.to(tl.pointer_type(tl.uint32), bitcast=True)
-    place = 8 * tl.arange(0, 4)[None, :]
+    word_at = words + (scales_apart // 4 + row * (WIDTH // 128))[:, None]
+    word_at += tl.arange(0, STEP // 128)[None, :]
+    x_at = x_codes + x_row[:, None] * WIDTH + tl.arange(0, STEP)[None, :]
     total = tl.zeros((N, ROWS), tl.float32)
-    for step in range(WIDTH // 128):
-        byte = tl.load(codes + byte_at + step * 64)
-        four = tl.load(words + scale_at + step)
-        scale = ((four[:, None] >> place) & 0xFF).to(tl.int32)
+    for step in range(WIDTH // STEP):
+        byte = tl.load(byte_at + step * (STEP // 2))
+        four = tl.load(word_at + step * (STEP // 128))
+        scale = (four[:, :, None] >> 8 * tl.arange(0, 4)[None, None, :]) & 0xFF
+        scale = scale.reshape(N, STEP // 32).to(tl.int32)
         # Out of range only where all codes are 0, which is the first byte of any table.
         weight = _decode(byte, scale - exponent[:, None] + TOP, WIDEN)
-        x = tl.load(x_codes + x_at + step * 128)
+        x = tl.load(x_at + step * STEP)
         if WIDEN:
             x = e4m3(x.to(tl.int32)) * E4M3_UNIT
-        # Sums inside the tensor core keep 14 bits or so: no more than 128 products of them.
         total += tl.dot(weight, tl.trans(x))
     # Of 2^(exponent − 127 − TOP) in two factors, either of which is a normal number.
     half = exponent >> 1

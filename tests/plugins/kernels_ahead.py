@@ -39,7 +39,7 @@ KEYS = {**INDEX, "PER_PAGE": 128}
 FOR_EVERY_GENERATION = (
     "attention", "index float8", "index decode", "select rest", "write main",
     "linear blocks, 128 rows", "linear float8", "linear decode", "engram rows",
-    "experts up", "experts down", "mhc",
+    "experts down", "mhc",
 )  # fmt: skip
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
 HEAD = {"H": 64, "WIDTH": 512, "ROTATED": 64, "PAIRS": 256}

@@ -66,7 +66,6 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
     """Those whose products differ between generations first; the rest for 9.0."""
     whole = {**STREAMS, **PIECES, **DOT}
     few = [
-        ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
         ("experts down", *experts(product.down, 16, device, TILE=128)),
         ("mhc", mhc._streams, MHC, whole, 8, mhc.stages(device)),
     ]  # fmt: skip
@@ -76,8 +75,7 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
     tile = {"DEPTH": 128, "EXPERTS": 64, "WIDTH": 5120}
     return [
         *few,
-        ("experts up, few", *experts(product.gate_up, 16, device, TILE=64, TOP_K=6)),
-        ("experts down, many", *experts(product.down, 128, device, TILE=128)),
+        ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
         ("route", routing.route, EXPERTS, {"EXPERTS": 512, "CHUNK": 4096}, 8),
         (
             "round rows", routing.round_rows, {**EXPERTS, "codes": "*fp8e4nv"},

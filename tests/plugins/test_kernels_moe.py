@@ -167,7 +167,7 @@ def test_products_of_packed_weights_are_exact_up_to_summation(
     w2 = experts(count, hidden, inter, name, dtype, spread).w2.cpu().double()
     expected = torch.cat([activation[:3].double() @ w2[1].T, activation[3:].double() @ w2[0].T])
     for row, right in zip(y, expected, strict=True):
-        # On a GPU, sums of 128 products inside the tensor core keep 14 bits.
+        # On a GPU, sums of 256 products inside the tensor core keep 14 bits.
         assert relative(row, right) < (1e-3 if DEVICE == "cuda" else tolerance)
 
 
