@@ -24,6 +24,8 @@ _COMBINE_TILE = 1024
 _TILES = (64, 128)
 # Programs that share the rows of an expert, at most.
 _MAX_BLOCKS = 8
+# Bytes of shared memory for 128 rows of values and three tiles under way.
+_ROOMY = 160_000
 
 
 class _Rows(NamedTuple):
@@ -82,9 +84,9 @@ def warps(row_tile: int) -> int:
     return 8 if row_tile >= 64 else 4
 
 
-def stages(row_tile: int, device: Limits) -> int:
-    """Tiles of weights under way; the decoded tile of 128 rows takes up to 50 KiB more."""
-    if device.shared_memory < 160_000:
+def stages(row_tile: int, device: Limits, *, wide: bool) -> int:
+    """Tiles under way; a decoded one takes up to 50 KiB more. `wide`: float32, twice the size."""
+    if wide or device.shared_memory < _ROOMY:
         return 2
     return 4 if row_tile <= 32 else 3
 
@@ -140,7 +142,7 @@ def _run(
 
     # Rows of a program: about as many as an expert has, and all of a few tokens for a shared one.
     wide = u.dtype == torch.float32
-    most_rows = 32 if wide else 128
+    most_rows = 32 if wide or limits(device).shared_memory < _ROOMY else 128
     row_tile = min(most_rows, padded(triton.cdiv(pairs, hit)))
     shared_tile = min(most_shared_rows(row_tile), padded(rows))
     blocks = min(_MAX_BLOCKS, triton.cdiv(pairs, hit * row_tile))
@@ -152,7 +154,7 @@ def _run(
         "DOT": tl.float32 if wide else tl.bfloat16,
         "WIDEN": INTERPRETED,
         "num_warps": warps(row_tile),
-        "num_stages": stages(row_tile, limits(device)),
+        "num_stages": stages(row_tile, limits(device), wide=wide),
     }
     sizes = {"ROWS": row_tile, "SHARED_ROWS": shared_tile, "WIDTH": width, "INTER": inter}
     grid = (blocks, triton.cdiv(inter, _TILES[0]), shared.num_experts + hit)

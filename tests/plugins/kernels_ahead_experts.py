@@ -59,7 +59,7 @@ def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, .
         "SHARED_ROWS": moe.most_shared_rows(rows), "HARDWARE": device.float8, **DOT, **more,
     }  # fmt: skip
     arguments = {**EXPERTS, "codes": codes}
-    return kernel, arguments, constants, moe.warps(rows), moe.stages(rows, device)
+    return kernel, arguments, constants, moe.warps(rows), moe.stages(rows, device, wide=False)
 
 
 def kernels(device: Limits) -> list[tuple[Any, ...]]:
