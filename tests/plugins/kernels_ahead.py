@@ -38,8 +38,7 @@ INDEX = {"ROWS": 64, "ROW": 68, "STORED": 5}
 KEYS = {**INDEX, "PER_PAGE": 128}
 FOR_EVERY_GENERATION = (
     "attention", "index float8", "index decode", "select rest", "write main",
-    "linear blocks, 128 rows", "linear float8", "linear decode", "engram rows",
-    "experts down", "mhc",
+    "linear blocks, 128 rows", "linear float8", "experts down", "mhc",
 )  # fmt: skip
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
 HEAD = {"H": 64, "WIDTH": 512, "ROTATED": 64, "PAIRS": 256}
@@ -115,8 +114,8 @@ def linear_kernels(device: Limits) -> Kernels:
     split = {"GROUPS": 8, "SPLIT": True}
     made: Kernels = []
     for name, stored, rows in (
-        ("blocks, 16 rows", 0, 16), ("blocks, 64 rows", 0, 64), ("blocks, 128 rows", 0, 128),
-        ("MXFP4", 2, 16), ("NVFP4", 3, 16),
+        ("blocks, 16 rows", 0, 16), ("blocks, 128 rows", 0, 128), ("MXFP4", 2, 16),
+        ("NVFP4", 3, 16),
     ):  # fmt: skip
         tile = linear.tiles(rows, device, wide=False)
         sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INNER": tile.inner}

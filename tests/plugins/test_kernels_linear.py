@@ -60,8 +60,14 @@ def test_dense_weights_equal_the_definition(case: LinearCase) -> None:
     compare(ours, seen(operands["x"], weight), weight.value, torch.float32)
 
 
-@pytest.mark.parametrize("case", PACKED_CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((c, torch.bfloat16) for c in PACKED_CASES),
+        *((c, torch.float32) for c in PACKED_CASES[1::3]),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
 def test_packed_weights_equal_the_definition(case: PackedCase, dtype: torch.dtype) -> None:
     operands = case.operands(dtype)
     ours = kernel.linear(**moved(operands))
@@ -69,8 +75,15 @@ def test_packed_weights_equal_the_definition(case: PackedCase, dtype: torch.dtyp
     compare(ours, seen(operands["x"], weight), weight.value, dtype, share_of(case.stored))
 
 
-@pytest.mark.parametrize("case", [*WO_A_CASES, *PACKED_WO_A_CASES], ids=lambda c: c.name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((c, torch.float32) for c in WO_A_CASES),
+        *((c, torch.bfloat16) for c in PACKED_WO_A_CASES),
+        (PACKED_WO_A_CASES[0], torch.float32),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
 def test_groups_meet_their_own_weight(case: WoACase, dtype: torch.dtype) -> None:
     operands = case.operands(dtype)
     ours = wo_a(**moved(operands)).unflatten(1, (case.groups, case.rank))
@@ -149,7 +162,7 @@ def test_a_row_depends_on_itself_only(dtype: torch.dtype) -> None:
     operands = moved(PackedCase("", 16, 256, 40, PackedFormat.MXFP8).operands(dtype))
     x, weight = operands["x"], operands["weight"]
     whole = kernel.linear(x, weight)
-    for rows in ([5], [15, 0, 5], list(range(9))):
+    for rows in ([5], [15, 0, 5]):
         assert torch.equal(kernel.linear(x[rows], weight), whole[rows])
     x[3, 7] = torch.nan
     poisoned = kernel.linear(x, weight)
