@@ -4,7 +4,7 @@
 
 Builds an engine from the trained TinyFlash checkpoint, serves it with the real Triton server and
 asks questions whose answers are known; the model has seen none of the first three. How many rows it
-ran again after a prefix hit is read from the server's metrics.
+ran again after a prefix hit, and how many tokens were drafted ahead, the server's metrics say.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ COUNTERS = {
     "cached": "prefix_cache_hits",
     "replayed": "replayed_rows",
     "output": "generation_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
 }
 INDENT = "    "
 
@@ -68,6 +69,7 @@ class Turn(NamedTuple):
     cached: int
     replayed: int
     output: int
+    accepted: int  # of the output: drafts that the model agreed with
     first_token: float
     rest: float  # from the first token to the last
 
@@ -111,9 +113,9 @@ def served(engine: Path) -> Iterator[None]:
     """The engine behind a real Triton server until the block ends."""
     title("2. Served by the Triton server")
     log = engine.parent / "server.log"
-    ports = [f"--{name}-port={port}" for name, port in PORTS.items()]
+    options = ["--speculative", *(f"--{name}-port={port}" for name, port in PORTS.items())]
     server = subprocess.Popen(
-        [script("dsv41-serve"), "--engine", str(engine), "--log-file", str(log), *ports],
+        [script("dsv41-serve"), "--engine", str(engine), "--log-file", str(log), *options],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -189,6 +191,7 @@ def ask(chat: Chat, asked: Asked, metrics: str) -> Turn:
         cached=result.cached_tokens or 0,
         replayed=after["replayed"] - before["replayed"],
         output=output,
+        accepted=after["accepted"] - before["accepted"],
         first_token=first,
         rest=ended - asked_at - first,
     )
@@ -209,7 +212,8 @@ def counted(metrics: str, *, output: int = 0) -> dict[str, int]:
 
 
 def table(turns: list[Turn]) -> str:
-    rows = [("question", "prompt", "cached", "replayed", "answer", "first token", "tokens/s", "")]
+    counts = ("prompt", "cached", "replayed", "answer", "drafted")
+    rows: list[tuple[str, ...]] = [("question", *counts, "first token", "tokens/s", "")]
     for turn in turns:
         rate = (turn.output - 1) / turn.rest if turn.output > 1 else 0.0
         rows.append(
@@ -219,6 +223,7 @@ def table(turns: list[Turn]) -> str:
                 f"{turn.cached:,}",
                 f"{turn.replayed:,}",
                 f"{turn.output:,}",
+                f"{turn.accepted:,}",
                 f"{turn.first_token:.2f} s",
                 f"{rate:.1f}",
                 "right" if turn.is_right else "WRONG",

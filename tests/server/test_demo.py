@@ -40,7 +40,7 @@ def tinyflash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     made = ["engine", f"--checkpoint_dir={demo.CHECKPOINT}", f"--output_dir={engine}"]
     assert build(made) == 0
     assert Engine.open(engine).config.sliding_window * 2 == PAGE
-    deployment = Deployment(engine)
+    deployment = Deployment(engine, "--speculative")
     try:
         yield deployment.wait_until_ready()
     finally:
@@ -67,7 +67,10 @@ def test_the_demonstration(tinyflash: Deployment, capsys: pytest.CaptureFixture[
         "cached": again.cached,
         "replayed": 16,
         "output": sum(turn.output for turn in turns),
+        "accepted": sum(turn.accepted for turn in turns),
     }
+    # At least one token of a step is the model's own, and a block has five drafts.
+    assert problem.output / 2 < problem.accepted <= problem.output * 5 / 6
     verdicts = [line.split()[1].rstrip(":") for line in capsys.readouterr().out.splitlines()
                 if "→" in line]  # fmt: skip
     assert verdicts == ["right" if turn.is_right else "WRONG" for turn in turns]
@@ -111,7 +114,7 @@ def test_metrics_that_show_nothing_end_the_demonstration(
 def test_a_wrong_answer_fails_the_demonstration(
     verdicts: tuple[bool, ...], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = [demo.Turn("question", right, 9, 3, 3, 2, 0.1, 0.1) for right in verdicts]
+    turns = [demo.Turn("question", right, 9, 3, 3, 2, 1, 0.1, 0.1) for right in verdicts]
     monkeypatch.setattr(demo, "build_engine", lambda engine: engine)
     monkeypatch.setattr(demo, "served", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(demo, "converse", lambda *_: [turns[0], *turns])
