@@ -189,7 +189,7 @@ async def stream(
             if answer.error_message:
                 outcome.message = answer.error_message
                 outcome.end = outcome.message.partition("]")[0].removeprefix("[")
-                break
+                continue  # who hangs up here leaves a request and a socket behind in the server
             num_responses += 1
             outcome.num_tokens += _num_tokens(answer.infer_response)
             if outcome.first is None:
