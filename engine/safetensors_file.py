@@ -37,6 +37,7 @@ STORED_AS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _LENGTH_FIELD = 8
 _MAX_HEADER_BYTES = 100_000_000
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module has no name for it
@@ -65,8 +66,9 @@ class TensorInfo:
         return f"{self.dtype} {list(self.shape)}"
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """The file's bytes; pages are read on first use and shared by all processes that map it.
+def map_file(path: Path, offset: int = 0, length: int = 0) -> mmap.mmap:
+    """The file's bytes from `offset` on, a multiple of ALLOCATIONGRANULARITY; all of them where
+    length is 0. Pages are read on first use and shared by all processes that map it.
 
     Private and writable because torch wants a writable buffer; not reserved because a table may be
     larger than the machine's memory.
@@ -74,7 +76,8 @@ def map_file(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(
             file.fileno(),
-            0,
+            length,
+            offset=offset,
             flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
@@ -107,9 +110,14 @@ class SafetensorsFile:
         if info.num_bytes == 0:
             return torch.empty(info.shape, dtype=dtype)
         begin = self._data_start + self._begin[name]
-        raw = torch.frombuffer(
-            self._mapping(), dtype=torch.uint8, count=info.num_bytes, offset=begin
-        )
+        # Floats are copied by whoever computes with them. In a map of their own, which goes with
+        # the tensor, their pages do not stay resident beside the copy.
+        if info.dtype in FLOAT_DTYPES:
+            place = begin % mmap.ALLOCATIONGRANULARITY
+            mapped = map_file(self.path, begin - place, place + info.num_bytes)
+        else:
+            place, mapped = begin, self._mapping()
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=info.num_bytes, offset=place)
         if begin % info.itemsize:
             raw = raw.clone()
         return raw.view(dtype).view(info.shape)

@@ -19,7 +19,12 @@ from typing import Protocol
 import torch
 
 from engine.json_file import read_json
-from engine.safetensors_file import CheckpointError, SafetensorsFile, TensorInfo
+from engine.safetensors_file import (
+    FLOAT_DTYPES,
+    CheckpointError,
+    SafetensorsFile,
+    TensorInfo,
+)
 from plugins.formats.nvfp4 import CACHE
 from plugins.formats.records import engram_record, nvfp4_engram_record
 from plugins.formats.released import BLOCK
@@ -28,6 +33,7 @@ from plugins.linear import LinearWeight, Matrix, PackedFormat, PackedLinearWeigh
 from plugins.moe import ExpertWeights, PackedExpertWeights
 
 __all__ = [
+    "FLOAT_DTYPES",
     "CheckpointError",
     "CountedSource",
     "SafetensorsSource",
@@ -43,7 +49,6 @@ __all__ = [
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class TensorSource(Protocol):

@@ -315,6 +315,32 @@ def test_engram_table_from_fp8_rows(tmp_path: Path) -> None:
         engram_table(SafetensorsSource(path), "t", 51, 64, torch.float32)
 
 
+def test_floats_are_unmapped_when_they_were_copied(tmp_path: Path) -> None:
+    """Codes stay mapped as long as their file is read; the file is longer than a page."""
+    path = write(
+        tmp_path / "x.safetensors",
+        {
+            "norm.weight": ("F32", torch.arange(3000, dtype=torch.float32)),
+            "l.weight": ("F8_E4M3", random_bytes(64, 64, seed=1).view(torch.float8_e4m3fn)),
+        },
+    )
+
+    def is_mapped() -> bool:
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    source = SafetensorsSource(path)
+    stored = source.read("norm.weight")
+    assert is_mapped()
+    assert torch.equal(stored, torch.arange(3000, dtype=torch.float32))
+    del stored
+    copy = dense(source, "norm.weight", (3000,), torch.float32)
+    assert not is_mapped()
+    assert copy[2999] == 2999
+    codes = source.read("l.weight")
+    del codes
+    assert is_mapped()
+
+
 def test_reading_does_not_change_the_file(shards: Path) -> None:
     path = shards / "one.safetensors"
     before = path.read_bytes()
