@@ -4,10 +4,10 @@
         --baseline benchmarks/baselines/formats.jsonl
 
 The checkpoint is made by `init` with the options of MODELS, or is the one committed. Each format is
-quantised, built into an engine, compared with the checkpoint by `verify`, and loaded packed; the
-engine of the checkpoint as it is, is also loaded decoded in bfloat16. Commands run in processes of
-their own on one thread; their seconds are processor time, which other work on the machine does not
-add to. One JSON line per format, which takes the place of the same line in the baseline.
+quantised, built into an engine, compared with the checkpoint by `verify`, and loaded packed.
+Commands run in processes of their own on one thread; their seconds are processor time, which other
+work on the machine adds little to. One JSON line per format, which takes the place of the same line
+in the baseline. `python benchmarks/builder/tables.py` then writes the documented tables.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
+from baseline import keep
 from packed_weights import in_a_process
 
 from builder.checkpoint import Checkpoint
@@ -66,7 +67,7 @@ def main() -> None:
         line = json.dumps(measure(args.model, checkpoint, name, args.work_dir))
         print(line, flush=True)
         if args.baseline:
-            keep(args.baseline, line)
+            keep(args.baseline, line, ("model", "format"))
 
 
 def prepared(model: str, work_dir: Path) -> Path:
@@ -108,8 +109,6 @@ def measure(model: str, checkpoint: Path, name: str, work_dir: Path) -> dict[str
         | {key: value for key, value in json.loads(compared).items() if key != "kl"},
         "packed": in_a_process(engine, packed=True, steps=False),
     }
-    if name == "as-released":
-        result["bfloat16"] = in_a_process(engine, packed=False, steps=False)
     shutil.rmtree(engine)
     return result
 
@@ -142,20 +141,6 @@ def command(name: str, *options: object) -> tuple[str, dict[str, float]]:
         raise SystemExit(f"{' '.join(argv)} failed")
     seconds = round(usage.ru_utime + usage.ru_stime, 1)
     return printed, {"cpu_seconds": seconds, "peak_rss_bytes": usage.ru_maxrss * 1024}
-
-
-def keep(path: Path, line: str) -> None:
-    """Put the line into the file, in the place of the same model and format where it has one."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    others = [old for old in lines if key(old) != key(line)]
-    place = next((i for i, old in enumerate(lines) if key(old) == key(line)), len(others))
-    others.insert(place, line)
-    path.write_text("\n".join(others) + "\n")
-
-
-def key(line: str) -> tuple[object, object]:
-    loaded = json.loads(line)
-    return loaded["model"], loaded["format"]
 
 
 if __name__ == "__main__":

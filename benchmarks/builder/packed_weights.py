@@ -6,9 +6,8 @@ Each way loads in a process of its own (one way only with --packed 0 or 1), read
 weights once, and then runs 16 tokens one by one and 256 in one step (not with --no-steps). Decoded
 in bfloat16 is what the packed ways are compared with:
 
-`resident_bytes`   growth of the resident set by the weights; mapped pages count, the stored
-                   embedding and head too
-`vocabulary_bytes` what of it is embedding and head: as held, and as mapped where the map stays
+`resident_bytes`   growth of the resident set by the weights, mapped pages included
+`vocabulary_bytes` what of it is embedding and head
 `held_bytes`       tensors that are held
 `held_ratio`       of packed weights: what of them is not embedding or head, in parts of the same
                    with every quantised weight, tables included, in bfloat16
@@ -75,11 +74,10 @@ def measure(path: Path, *, packed: bool, steps: bool) -> dict[str, Any]:
         tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
     resident = psutil.Process().memory_info().rss - before
     held, vocabulary = held_bytes(weights), weights.embed.nbytes + weights.head.value.nbytes
-    mapped = sum(engine.source().describe(f"{n}.weight").num_bytes for n in ("embed", "head"))
     result = {
         "packed": packed,
         "resident_bytes": resident,
-        "vocabulary_bytes": vocabulary + packed * mapped,
+        "vocabulary_bytes": vocabulary,
         "held_bytes": held,
     }
     if packed:
