@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from functools import lru_cache
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer
 from builder.layout import WeightSpec, all_weights
 from builder.token_class import token_classes
 from engine.config import ModelConfig
-from engine.config_reader import read_config
+from engine.config_reader import read_config_file
 from engine.directory import CONFIG_NAME
 from engine.network.load import load_weights
 from engine.network.weights import NetworkWeights
@@ -36,11 +35,12 @@ CONFIG_FILE = Path(__file__).parent.parent / "config.json"
 
 @lru_cache
 def model_config() -> ModelConfig:
-    return read_config(json.loads(CONFIG_FILE.read_text()))[0]
+    return read_config_file(CONFIG_FILE)[0]
 
 
 def checkpoint_config(directory: Path) -> ModelConfig:
-    return read_config(json.loads((directory / CONFIG_NAME).read_text()))[0]
+    """Raises ConfigError when there is none that can be used."""
+    return read_config_file(directory / CONFIG_NAME)[0]
 
 
 class CheckpointTensors:

@@ -109,7 +109,16 @@ class Parameters:
 
     @torch.no_grad()
     def restore(self, leaves: dict[str, torch.Tensor]) -> None:
-        """Take over the values of leaves, by path."""
+        """Take over the values of all leaves, by path. Raises ValueError when some are missing, too
+        many, or of another shape."""
+        shapes = [{p: tuple(t.shape) for p, t in those.items()} for those in (self.leaves, leaves)]
+        other = sorted(set(shapes[0].items()) ^ set(shapes[1].items()))
+        if other:
+            path = other[0][0]
+            wanted, got = (shape.get(path, "none") for shape in shapes)
+            raise ValueError(
+                f"expected {path} of shape {wanted}, got {got}; it is of another model"
+            )
         for path, value in leaves.items():
             self.leaves[path].copy_(value)
 
