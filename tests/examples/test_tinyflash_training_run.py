@@ -25,10 +25,15 @@ from examples.tinyflash.training.initial import (
     initial_weights,
     model_config,
 )
-from examples.tinyflash.training.loop import Trainer, load_weights_parts, save, train
+from examples.tinyflash.training.loop import Trainer
 from examples.tinyflash.training.monitor import probes, share_right
 from examples.tinyflash.training.optimizer import orthogonalised
 from examples.tinyflash.training.parameters import Parameters
+from examples.tinyflash.training.pieces import (
+    load_weights_parts,
+    save,
+    train,
+)
 from examples.tinyflash.training.plan import Batches, Phase, Plan
 from plugins.formats.released import dequantize_fp4_rows, dequantize_fp8_blocks
 
@@ -68,7 +73,7 @@ def trainer_of(config: ModelConfig, plan: Plan = PLAN) -> Trainer:
 
 def run(trainer: Trainer, out: Path, minutes: float) -> None:
     batches = Batches(trainer.plan, trainer.step, 0, trainer.config, trainer.engram)
-    train(trainer, batches, out, minutes=minutes, probe_steps=0)
+    train(trainer, batches, out, minutes=minutes)
 
 
 def test_a_run_in_two_pieces_equals_one_run_and_learns(config: ModelConfig, tmp_path: Path) -> None:

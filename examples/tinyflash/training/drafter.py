@@ -13,7 +13,8 @@ frozen.)
 from __future__ import annotations
 
 import argparse
-import time
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,16 +30,21 @@ from examples.tinyflash.mixture import Batch
 from examples.tinyflash.training.batch import HostBatch, TrainingBatch, training_batch
 from examples.tinyflash.training.forward import BackboneForward
 from examples.tinyflash.training.initial import checkpoint_config, checkpoint_weights
-from examples.tinyflash.training.loop import save_weights
 from examples.tinyflash.training.monitor import probes
-from examples.tinyflash.training.optimizer import Optimizer
 from examples.tinyflash.training.parameters import Parameters
-from examples.tinyflash.training.plan import Batches, Phase, Plan
+from examples.tinyflash.training.pieces import (
+    PiecewiseTrainer,
+    State,
+    exit_code,
+    piece_parser,
+    run_piece,
+    saved_state,
+)
+from examples.tinyflash.training.plan import Phase, Plan
 from plugins.linear import linear
 from plugins.norm import rms_norm
 
 _ROUNDING_REFRESH_STEPS = 8
-_REPORT_STEPS = 50
 _ANCHORS = 4096
 _CONFIDENCE_WEIGHT = 0.1
 
@@ -56,24 +62,26 @@ class DraftLogits(NamedTuple):
     confidence: torch.Tensor  # [A, B] before the sigmoid
 
 
-class DrafterTrainer:
+class DrafterTrainer(PiecewiseTrainer):
     def __init__(self, config: ModelConfig, parameters: Parameters, plan: Plan, device: str):
-        self.config = config
-        self.parameters = parameters
-        self.plan = plan
-        self.device = device
-        self._rope = RopeTables.build(config, torch.device(device))
-        self.engram = EngramHash(config, parameters.weights(quantized=False).token_class.cpu())
-        self._trained = {
+        trained = {
             path: leaf
             for path, leaf in parameters.leaves.items()
             if path.startswith("draft.") and not path.endswith((".bias", ".bias_image"))
         }
         for path, leaf in parameters.leaves.items():
-            leaf.requires_grad_(path in self._trained)
-        self._optimizer = Optimizer(self._trained, plan.matrix_lr, plan.adam_lr)
+            leaf.requires_grad_(path in trained)
+        super().__init__(config, plan, parameters, trained, device)
+        self._rope = RopeTables.build(config, torch.device(device))
+        self.engram = EngramHash(config, parameters.weights(quantized=False).token_class.cpu())
         self._generator = torch.Generator(device).manual_seed(0)
-        self.step = 0
+
+    def state(self) -> State:
+        return super().state() | {"generator": self._generator.get_state()}
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self._generator.set_state(state["generator"])
 
     def train_step(self, batch: HostBatch) -> dict[str, torch.Tensor]:
         if self.step % _ROUNDING_REFRESH_STEPS == 0:
@@ -91,9 +99,9 @@ class DrafterTrainer:
         }
         loss = losses["draft"] + _CONFIDENCE_WEIGHT * losses["confidence"]
         loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.set_share(self.plan.learning_rate(self.step))
-        self._optimizer.step()
-        self._optimizer.clear()
+        self.optimizer.set_share(self.plan.learning_rate(self.step))
+        self.optimizer.step()
+        self.optimizer.clear()
         self.step += 1
         accepted = (right & chain).sum(1).float().mean()
         return {**{name: one.detach() for name, one in losses.items()}, "accepted": accepted}
@@ -165,23 +173,14 @@ def _all_before(right: torch.Tensor) -> torch.Tensor:
     return before.cumprod(1).bool()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = piece_parser("drafter", __doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="the trained backbone")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--tokens-per-batch", type=int, default=32768)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
-    torch.set_float32_matmul_precision("high")
-    if options.device != "cpu":
-        from examples.tinyflash.training.compiled import install
+    options = parser.parse_args(argv)
+    return exit_code("drafter", lambda: _run(options))
 
-        install()
-    config = checkpoint_config(options.checkpoint)
-    weights = checkpoint_weights(config, options.checkpoint)
+
+def _run(options: argparse.Namespace) -> None:
     # All lengths from the start, and seeds that the backbone did not see.
     plan = Plan(
         options.steps,
@@ -191,27 +190,26 @@ def main() -> None:
         decay_from=0.3,
         seed=1,
     )
+    state = saved_state(options.out, plan)
+    torch.set_float32_matmul_precision("high")
+    if options.device != "cpu":
+        from examples.tinyflash.training.compiled import install
+
+        install()
+    config = checkpoint_config(options.checkpoint)
+    weights = checkpoint_weights(config, options.checkpoint)
     engram = EngramHash(config, weights.token_class)
-    batches = Batches(plan, 0, options.workers, config, engram)
-    parameters = Parameters(config, weights, options.device)
-    trainer = DrafterTrainer(config, parameters, plan, options.device)
-    deadline = time.monotonic() + 60 * options.minutes
-    for batch in batches:
-        values = trainer.train_step(batch)
-        if trainer.step % _REPORT_STEPS == 0 or trainer.step == plan.steps:
-            print(
-                f"step {trainer.step}/{plan.steps}  "
-                + "  ".join(f"{name} {float(value):.4f}" for name, value in values.items()),
-                flush=True,
-            )
-        if time.monotonic() > deadline:
-            break
-    options.out.mkdir(parents=True, exist_ok=True)
-    save_weights(parameters, trainer.step, options.out)
+
+    def make() -> DrafterTrainer:
+        return DrafterTrainer(
+            config, Parameters(config, weights, options.device), plan, options.device
+        )
+
+    trainer = run_piece(options, plan, state, config, engram, make)
     for probe in probes()[:4]:
         shares = trainer.accepted_by_position(probe.batch)
         print(f"{probe.name}: {[round(s, 3) for s in shares]}, together {sum(shares):.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

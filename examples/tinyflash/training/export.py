@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,8 +21,8 @@ from engine.config import ModelConfig
 from engine.directory import GENERATION_CONFIG_NAME, TOKENIZER_NAME
 from examples.tinyflash.tokenizer import TOKENIZER_FILE
 from examples.tinyflash.training.initial import initial_weights, model_config
-from examples.tinyflash.training.loop import load_weights_parts
 from examples.tinyflash.training.parameters import Parameters
+from examples.tinyflash.training.pieces import exit_code, load_weights_parts
 
 
 def export(config: ModelConfig, parameters: Parameters, output: Path, progress: Progress) -> None:
@@ -45,20 +46,25 @@ def export(config: ModelConfig, parameters: Parameters, output: Path, progress: 
         )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--weights", type=Path, required=True, help="directory of a training run")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    return exit_code("export", lambda: _run(options.weights, options.out))
+
+
+def _run(weights: Path, out: Path) -> None:
+    check_output(out)
+    trained = load_weights_parts(weights)
     config = model_config()
+    parameters = Parameters(config, initial_weights(config, 0), "cpu")
     try:
-        trained = load_weights_parts(options.weights)
-        parameters = Parameters(config, initial_weights(config, 0), "cpu")
         parameters.restore(trained)
-        export(config, parameters, options.out, Progress())
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"export: {error}\n")
+    except ValueError as error:
+        raise ValueError(f"the weights in {weights}: {error}") from None
+    export(config, parameters, out, Progress())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,21 +2,19 @@
 
     python -m examples.tinyflash.training.loop --out runs/tinyflash --steps 3000 --minutes 9
 
-Run it again to continue; it stops by itself after `--steps`. The last part of the steps trains the
-network as the released layout stores it (weights rounded, inputs of quantised linears rounded)
-while the learning rate falls to zero. Beside the whole state, each piece writes the weights alone
-in bfloat16, a few files small enough to carry; `export` makes a checkpoint of them, from which
-`--plan long --start-from` begins a second run.
+Run it again to continue, also after Ctrl-C; it stops by itself after `--steps`. The last part of
+the steps trains the network as the released layout stores it (weights rounded, inputs of quantised
+linears rounded) while the learning rate falls to zero. Beside the whole state, each piece writes
+the weights alone in bfloat16, a few files small enough to carry; `export` makes a checkpoint of
+them, from which `--plan long --start-from` begins a second run.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
-import time
-from collections.abc import Iterable
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,38 +34,37 @@ from examples.tinyflash.training.initial import (
     model_config,
 )
 from examples.tinyflash.training.monitor import probes, share_right
-from examples.tinyflash.training.optimizer import Optimizer
 from examples.tinyflash.training.parameters import Parameters
-from examples.tinyflash.training.plan import PLANS, Batches, Phase, Plan
+from examples.tinyflash.training.pieces import (
+    PiecewiseTrainer,
+    exit_code,
+    piece_parser,
+    run_piece,
+    saved_state,
+)
+from examples.tinyflash.training.plan import PLANS, Phase, Plan
 from plugins.linear import linear
 
 _ROUNDING_REFRESH_STEPS = 8
 _BIAS_STEP = 1e-3
-_REPORT_STEPS = 50
-_WEIGHT_PARTS = 3
 
 
-class Trainer:
+class Trainer(PiecewiseTrainer):
     def __init__(
         self, config: ModelConfig, plan: Plan, weights: NetworkWeights, device: str
     ) -> None:
-        self.config = config
-        self.plan = plan
-        self.device = device
-        self.parameters = Parameters(config, weights, device)
+        parameters = Parameters(config, weights, device)
+        leaves = parameters.leaves
+        trained = {p: t for p, t in leaves.items() if not _frozen(p)}
+        super().__init__(config, plan, parameters, trained, device)
         self.rope = RopeTables.build(config, torch.device(device))
         self.engram = EngramHash(config, weights.token_class)
-        leaves = self.parameters.leaves
-        self.trained = {p: t for p, t in leaves.items() if not _frozen(p)}
         self._biases = [leaves[f"layers.{i}.moe.bias"] for i in range(config.num_hidden_layers)]
-        self.optimizer = Optimizer(self.trained, plan.matrix_lr, plan.adam_lr)
         self._captured = CapturedSteps(self.optimizer.clear) if device != "cpu" else None
         self._phase: Phase | None = None
-        self.step = 0
-        self.history: list[dict[str, float]] = []
 
     def train_step(self, batch: HostBatch) -> dict[str, torch.Tensor]:
-        """Losses and the gradient's norm; on a device valid until the next step."""
+        """Losses and the gradient's norm."""
         plan, step = self.plan, self.step
         data = batch.to(self.device)
         quantized = plan.quantized(step)
@@ -145,122 +142,23 @@ class Trainer:
         moves = _BIAS_STEP * torch.sign(load.mean(1, keepdim=True) - load)
         torch._foreach_add_(self._biases, list(moves.unbind(0)))
 
-    def wait(self) -> None:
-        """Until the device has done all steps."""
-        if self._captured is not None:
-            torch.cuda.synchronize()
-
-    def state(self) -> dict[str, object]:
-        self.wait()
-        return {
-            "step": self.step,
-            "leaves": {p: t.detach() for p, t in self.parameters.leaves.items()},
-            "rounding": self.parameters.rounding,
-            "optimizer": self.optimizer.state(),
-            "history": self.history,
-        }
-
-    def restore(self, state: dict[str, object]) -> None:
-        self.parameters.restore(state["leaves"])  # type: ignore[arg-type]
-        self.optimizer.restore(state["optimizer"])  # type: ignore[arg-type]
-        self.step = int(state["step"])  # type: ignore[call-overload]
-        self.history = list(state["history"])  # type: ignore[call-overload]
-        rounding: dict[str, torch.Tensor] = state["rounding"]  # type: ignore[assignment]
-        self.parameters.rounding = {p: t.to(self.device) for p, t in rounding.items()}
-
 
 def _frozen(path: str) -> bool:
     """Router biases follow the load, not the gradient; the drafter is trained afterwards."""
     return path.endswith(("moe.bias", "moe.bias_image")) or path.startswith("draft.")
 
 
-def train(
-    trainer: Trainer,
-    batches: Iterable[HostBatch],
-    out: Path,
-    *,
-    minutes: float,
-    probe_steps: int = 500,
-) -> None:
-    """Train until the batches' end or for `minutes`, then write the state.
-
-    Every `probe_steps` steps and at the end the held-out accuracies are printed; never for 0.
-    """
-    deadline = time.monotonic() + 60 * minutes
-    plan = trainer.plan
-    last_time, last_step = time.monotonic(), trainer.step
-    for batch in batches:
-        values = trainer.train_step(batch)
-        if trainer.step % _REPORT_STEPS == 0 or trainer.step == plan.steps:
-            trainer.wait()
-            record = {k: float(v) for k, v in values.items()}
-            now = time.monotonic()
-            rate = plan.tokens_per_batch * (trainer.step - last_step) / (now - last_time)
-            last_time, last_step = now, trainer.step
-            trainer.history.append({"step": trainer.step, **record})
-            print(
-                f"step {trainer.step}/{plan.steps}  "
-                + "  ".join(f"{k} {v:.4f}" for k, v in record.items())
-                + f"  {rate / 1e3:.0f}K tokens/s",
-                flush=True,
-            )
-            if not math.isfinite(record["answer"]):
-                raise FloatingPointError(f"the loss is {record['answer']} at step {trainer.step}")
-        if probe_steps and (trainer.step % probe_steps == 0 or trainer.step == plan.steps):
-            _probe(trainer)
-        if time.monotonic() > deadline:
-            break
-    save(trainer, out)
-
-
-def _probe(trainer: Trainer) -> None:
-    trainer.wait()
-    shares = trainer.held_out()
-    trainer.history.append({"step": trainer.step, **shares})
-    print("  ".join(f"{name} {share:.2f}" for name, share in shares.items()), flush=True)
-
-
-def save(trainer: Trainer, out: Path) -> None:
-    """The whole state, and the weights alone in parts; replaced only when complete."""
-    out.mkdir(parents=True, exist_ok=True)
-    torch.save(trainer.state(), out / "state.tmp")
-    (out / "state.tmp").rename(out / "state.pt")
-    (out / "history.json").write_text(json.dumps(trainer.history))
-    save_weights(trainer.parameters, trainer.step, out)
-
-
-def save_weights(parameters: Parameters, step: int, out: Path) -> None:
-    """The weights alone in bfloat16, in parts."""
-    leaves = parameters.leaves
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(_WEIGHT_PARTS)]
-    for path in sorted(leaves, key=lambda path: -leaves[path].numel()):
-        smallest = min(parts, key=lambda part: sum(t.numel() for t in part.values()))
-        smallest[path] = leaves[path].detach().bfloat16().cpu()
-    for number, part in enumerate(parts):
-        torch.save({"step": step, "leaves": part}, out / f"weights{number}.pt")
-
-
-def load_weights_parts(directory: Path) -> dict[str, torch.Tensor]:
-    """What `save_weights` wrote. Raises ValueError where it wrote nothing."""
-    leaves: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("weights*.pt")):
-        leaves |= torch.load(file, map_location="cpu")["leaves"]
-    if not leaves:
-        raise ValueError(f"expected weights0.pt … of a training run in {directory}, found none")
-    return leaves
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--minutes", type=float, default=9.0)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = piece_parser("loop", __doc__)
     parser.add_argument("--plan", choices=sorted(PLANS), default="base")
-    parser.add_argument("--tokens-per-batch", type=int, default=32768)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--start-from", type=Path, help="checkpoint to begin with")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    return exit_code("loop", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    plan = PLANS[options.plan](options.steps, options.tokens_per_batch)
+    state = saved_state(options.out, plan)
     torch.set_float32_matmul_precision("high")
     if options.device != "cpu":
         from examples.tinyflash.training.compiled import install
@@ -272,18 +170,12 @@ def main() -> None:
     else:
         config = checkpoint_config(options.start_from)
         weights = checkpoint_weights(config, options.start_from)
-    plan = PLANS[options.plan](options.steps, options.tokens_per_batch)
-    saved = options.out / "state.pt"
-    state = torch.load(saved, map_location="cpu") if saved.exists() else None
-    first = 0 if state is None else state["step"]
     engram = EngramHash(config, weights.token_class)
-    batches = Batches(plan, first, options.workers, config, engram)
-    trainer = Trainer(config, plan, weights, options.device)
-    if state is not None:
-        trainer.restore(state)
-        print(f"resumed at step {trainer.step}", flush=True)
-    train(trainer, batches, options.out, minutes=options.minutes)
+    run_piece(
+        options, plan, state, config, engram,
+        lambda: Trainer(config, plan, weights, options.device), Trainer.held_out,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

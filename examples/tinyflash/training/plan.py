@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.pool import Pool
 
 import torch
 
@@ -52,6 +54,17 @@ class Plan:
     warmup_steps: int = 100
     replayed: float = 0.5  # share of conversations whose windows begin anew, as after a hit
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a plan that no batch or no step fits into."""
+        longest = max(phase.seq_len for phase in self.phases)
+        if self.steps < 1:
+            raise ValueError(f"expected at least 1 step, got {self.steps}")
+        if self.tokens_per_batch < longest:
+            raise ValueError(
+                f"expected at least {longest} tokens per batch, the length of the plan's longest "
+                f"conversations, got {self.tokens_per_batch}"
+            )
 
     def learning_rate(self, step: int) -> float:
         """As a share of the peak."""
@@ -121,7 +134,8 @@ def _draw(step: int) -> HostBatch:
 class Batches:
     """The batches of a plan from a step on, in order; `engram` on the CPU.
 
-    Worker processes are forked at once: make it before anything uses the device.
+    Worker processes are forked at once: make it before anything uses the device. They end with the
+    `with` block, not by Ctrl-C, which the terminal sends to them too.
     """
 
     def __init__(
@@ -130,8 +144,23 @@ class Batches:
         self._plan, self._first = plan, first
         self._own = (plan, config, engram)
         self._ahead = _BATCHES_AHEAD * workers
-        context = multiprocessing.get_context("fork")
-        self._pool = context.Pool(workers, _start_worker, self._own) if workers else None
+        self._pool: Pool | None = None
+        if workers:
+            # The pool's threads and all its processes inherit the mask.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                context = multiprocessing.get_context("fork")
+                self._pool = context.Pool(workers, _start_worker, self._own)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool.join()
 
     def __iter__(self) -> Iterator[HostBatch]:
         steps = range(self._first, self._plan.steps)
@@ -139,10 +168,10 @@ class Batches:
             plan, config, engram = self._own
             yield from (plan.draw(step, config, engram) for step in steps)
             return
-        with self._pool as pool:
-            drawn = deque(pool.apply_async(_draw, (step,)) for step in steps[: self._ahead])
-            for step in steps:
-                batch = drawn.popleft().get()
-                if step + self._ahead < self._plan.steps:
-                    drawn.append(pool.apply_async(_draw, (step + self._ahead,)))
-                yield batch
+        pool = self._pool
+        drawn = deque(pool.apply_async(_draw, (step,)) for step in steps[: self._ahead])
+        for step in steps:
+            batch = drawn.popleft().get()
+            if step + self._ahead < self._plan.steps:
+                drawn.append(pool.apply_async(_draw, (step + self._ahead,)))
+            yield batch
