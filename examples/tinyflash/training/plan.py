@@ -103,7 +103,8 @@ def base_plan(steps: int, tokens_per_batch: int) -> Plan:
 
 
 def long_plan(steps: int, tokens_per_batch: int) -> Plan:
-    """On from a trained checkpoint: long documents only, gently, on data not seen yet."""
+    """On from a trained checkpoint: long documents only, gently, on batches that neither the base
+    plan nor the drafter's draws. Run a second time it draws the same ones again."""
     return Plan(
         steps,
         tokens_per_batch,
