@@ -8,14 +8,21 @@ from pathlib import Path
 from client.perf_profile import Level
 
 
-def require_matplotlib() -> None:
-    """Raises ValueError with what to install, before anything is measured."""
+def check_picture(path: Path) -> None:
+    """Before anything is measured. Raises ValueError with what to install, and for a suffix that
+    is no format of pictures."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ValueError(
             "expected matplotlib for --plot, found none: pip install '.[plot]'"
         ) from None
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in formats:
+        raise ValueError(
+            f"expected a picture that ends with one of {', '.join(sorted(formats))}, got {path}; "
+            "name the file so"
+        )
 
 
 def plot(levels: Sequence[Level], path: Path, title: str) -> None:

@@ -17,7 +17,7 @@ from client.commands.common import (
     connect_grpc,
     positive,
 )
-from client.plot import plot, require_matplotlib
+from client.plot import check_picture, plot
 from client.progress import Progress
 
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     levels = perf.parse_concurrency(arguments.concurrency)
     check_writable(arguments.json, arguments.plot)
     if arguments.plot:
-        require_matplotlib()
+        check_picture(arguments.plot)
     show = Progress()
     measured = []
     with connect_grpc(arguments) as client:

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from client.plot import require_matplotlib
+from client.commands.common import check_writable
+from client.plot import check_picture
 from examples.tinyflash import scoring
-from examples.tinyflash.evaluation import Report, aligned
+from examples.tinyflash.evaluation import Report, aligned, reading
 from examples.tinyflash.scoring import PairedDifference
 
 Named = tuple[str, Report]
@@ -24,15 +25,13 @@ Named = tuple[str, Report]
 
 def read(path: Path) -> Named:
     """A report with its file's name. Raises ValueError for a file that holds none."""
-    try:
+    with reading(path, "a report of evaluate or dsv41-client eval", "make it with --json"):
         loaded = json.loads(path.read_text())
-        f"{loaded['asked']} {loaded['task']} {set(loaded['correct'])}"
+        f"{loaded['asked']} {loaded['task']}"
         f"{loaded['accuracy']:f} {loaded['stderr']:f} {loaded['n']:d}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"expected a report of evaluate or dsv41-client eval in {path}, got "
-            f"{type(error).__name__}: {error}; make it with --json"
-        ) from None
+        correct = loaded["correct"]
+        if len(correct) != loaded["n"] or correct.strip("01"):
+            raise ValueError(f"`correct` is not {loaded['n']} digits 0 or 1")
     return path.stem, loaded
 
 
@@ -41,14 +40,14 @@ def paired(base: Report, other: Report) -> PairedDifference:
 
     Raises ValueError when they answer other questions.
     """
-    check_questions(base, other["asked"])
+    check_questions(base, other["task"], other["asked"])
     a, b = ([digit == "1" for digit in report["correct"]] for report in (base, other))
     return scoring.compare(a, b)
 
 
-def check_questions(base: Report, asked: str) -> None:
-    """Raises ValueError unless `base` answers the questions of that digest."""
-    if base["asked"] != asked:
+def check_questions(base: Report, task: str, asked: str) -> None:
+    """Raises ValueError unless `base` answers the questions of that task and digest."""
+    if (base["task"], base["asked"]) != (task, asked):
         raise ValueError(
             "expected reports on the same questions, got others; use equal --task, --limit, --seed "
             "and --document-tokens"
@@ -57,11 +56,9 @@ def check_questions(base: Report, asked: str) -> None:
 
 def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
     """Raises ValueError, before anything is asked, for a file that could not be written."""
+    check_writable(json_file, plot_file)
     if plot_file is not None:
-        require_matplotlib()
-    for path in (json_file, plot_file):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"expected a file in an existing folder, got {path}; make it first")
+        check_picture(plot_file)
 
 
 def table(reports: Sequence[Named]) -> str:

@@ -16,12 +16,19 @@ import torch
 import engine.network  # noqa: F401  registers the operators
 from plugins.registry import OPERATORS, Operator
 
+DEVICES = ("cpu", "cuda")
+
+
+def check(device: str) -> None:
+    """Raises ValueError for a GPU that is not there."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError("expected a CUDA device, found none; use the device cpu")
+
 
 @lru_cache(maxsize=1)
 def install() -> None:
     """Take over the operators on CUDA tensors, once per process. ValueError without a GPU."""
-    if not torch.cuda.is_available():
-        raise ValueError("expected a CUDA device, found none; use the device cpu")
+    check("cuda")
     from examples.tinyflash.training import compiled
 
     own = {name: entry.__dict__.get("kernel") for name, entry in OPERATORS.items()}

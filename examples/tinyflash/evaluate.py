@@ -23,6 +23,7 @@ from typing import Any
 
 from examples.tinyflash import compare
 from examples.tinyflash.ablations import ABLATIONS, ablated
+from examples.tinyflash.device import DEVICES
 from examples.tinyflash.evaluation import (
     ANSWER_TOKENS,
     DOCUMENT_TOKENS,
@@ -66,7 +67,8 @@ def evaluate(arguments: argparse.Namespace, others: Sequence[Report] = ()) -> Re
     lengths = None if arguments.document_tokens is None else tuple(arguments.document_tokens)
     asked = questions(arguments.task, arguments.limit, arguments.seed, lengths)
     for other in others:
-        compare.check_questions(other, digest([question.prompt for question in asked]))
+        prompts_asked = digest([question.prompt for question in asked])
+        compare.check_questions(other, arguments.task, prompts_asked)
     options: dict[str, Any] = {
         "dtype": arguments.dtype,
         "swa_bounded_replay": not arguments.no_swa_bounded_replay,
@@ -128,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of retrieval, {} to {}".format(*DOCUMENT_TOKENS))  # fmt: skip
     add("--max-tokens", type=int, default=ANSWER_TOKENS, help="most tokens of an answer")
     add("--thinking", action="store_true", help="reason before answering")
-    add("--device", default="cpu", help="cpu or cuda")
+    add("--device", choices=DEVICES, default="cpu")
     add("--dtype", default="float32", help="float32, bfloat16 or float64")
     add("--no-swa-bounded-replay", action="store_true", help="the exact mode")
     add("--replay-length", type=int, help="rows replayed, from 0 on; one window if left out")

@@ -9,7 +9,9 @@ Needs numpy and the tokenizer, no torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +102,17 @@ def report(
         "correct": "".join(str(int(record["correct"])) for record in records),
         "records": records,
     }
+
+
+@contextmanager
+def reading(path: Path, expected: str, remedy: str) -> Iterator[None]:
+    """Raises ValueError, one sentence that names `path`, for whatever its content raises."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"expected {expected} in {path}, got {type(error).__name__}: {error}; {remedy}"
+        ) from None
 
 
 def digest(texts: Sequence[str]) -> str:

@@ -234,6 +234,9 @@ def test_what_cannot_be_finished_is_not_begun(
     for options, words in (
         ([f"--json={tmp_path}"], "expected a file in an existing folder"),
         ([f"--plot={tmp_path / 'none' / 'x.svg'}"], "expected a file in an existing folder"),
+        ([f"--json={tmp_path / 'other.json' / 'x'}"], "expected a file in an existing folder"),
+        ([f"--plot={tmp_path / 'x.foo'}"], "expected a picture that ends with one of"),
+        ([f"--plot={tmp_path / 'x'}"], "expected a picture that ends with one of"),
         ([f"--compare={tmp_path / 'other.json'}"], "expected reports on the same questions"),
         (["--document-tokens", "256", "320"], "expected document tokens with the task retrieval"),
         ([], "expected an engine directory"),
@@ -241,6 +244,7 @@ def test_what_cannot_be_finished_is_not_begun(
         assert evaluate.main([*asked, *options]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
+    assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -257,3 +261,15 @@ def test_reports_whose_numbers_are_none(tmp_path: Path, field: str) -> None:
     (tmp_path / "r.json").write_text(json.dumps(made([""] * 5) | {field: "much"}))
     with pytest.raises(ValueError, match=r"expected a report .*r\.json"):
         compare.read(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("correct", ["0000", "00002", [0, 0, 0, 0, 0], 0, None])
+def test_reports_without_a_digit_per_question(tmp_path: Path, correct: object) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(made([""] * 5) | {"correct": correct}))
+    with pytest.raises(ValueError, match=r"expected a report .*r\.json"):
+        compare.read(tmp_path / "r.json")
+
+
+def test_reports_of_two_tasks_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="expected reports on the same questions"):
+        compare.paired(made([""] * 5), made([""] * 5) | {"task": "retrieval"})
