@@ -28,7 +28,7 @@ from engine.network import Network
 from engine.network.device import moved
 from examples.tinyflash import device as device_operators
 from examples.tinyflash.compare import check_outputs
-from examples.tinyflash.evaluation import ANSWER_TOKENS, digest, questions
+from examples.tinyflash.evaluation import ANSWER_TOKENS, Report, digest, questions, reading
 from examples.tinyflash.in_process import origin
 from examples.tinyflash.tokenizer import EOS_ID, encoder
 from python_backend.text.chat_input import ChatRequest
@@ -44,13 +44,18 @@ class Generation:
     accepted: list[int] = field(default_factory=list)
 
     @property
-    def mean_accepted(self) -> float:
-        """Accepted drafts per verification; the choice behind them is not counted."""
+    def mean_accepted(self) -> float | None:
+        """Accepted drafts per verification; the choice behind them is not counted. None where
+        nothing was verified, because each answer was one token."""
+        if not sum(self.accepted):
+            return None
         return float(np.dot(np.arange(len(self.accepted)), self.accepted) / sum(self.accepted))
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """P(draft k is accepted), k = 1 …, all verifications counted."""
+        """P(draft k is accepted), k = 1 …, all verifications counted; empty where none was."""
+        if not sum(self.accepted):
+            return []
         at_least = np.cumsum(self.accepted[::-1])[::-1]
         return [float(share) for share in at_least[1:] / at_least[0]]
 
@@ -202,11 +207,16 @@ def acceptance(
 
     `accepted[k]` verifications took k drafts; `acceptance_by_position` counts all verifications;
     `share_of_texts_that_differ` compares the tokens of the two answers. Raises ConfigError for a
-    model without draft stages.
+    model without draft stages, ValueError for more tokens than the engine is built for.
     """
     if device != "cpu":
         device_operators.install()
     engine = Engine.open(engine_dir)
+    if not 1 <= max_tokens <= engine.build.max_seq_len:
+        raise ValueError(
+            f"expected --max-tokens of 1 to the engine's max_seq_len = {engine.build.max_seq_len}, "
+            f"got {max_tokens}"
+        )
     weights = moved(engine.load_weights(getattr(torch, dtype)), device)
     network = Network(engine.config, weights)
     asked = questions("arithmetic", limit, seed)
@@ -231,16 +241,30 @@ def acceptance(
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def read(path: Path) -> Report:
+    """What `acceptance` made. Raises ValueError for a file that holds none of it."""
+    with reading(path, "results of speculate", "make them again"):
+        loaded: Report = json.loads(path.read_text())
+        f"{loaded['n']:d} {loaded['seed']:d} {loaded['asked']} {loaded['settings']['engine']}"
+        f"{loaded['accepted_per_verification']:f} {loaded['share_of_texts_that_differ']:f}"
+        [f"{share:f}" for share in loaded["acceptance_by_position"]]
+    return loaded
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.tinyflash.speculate",
+        description="Count the drafts that are accepted on held-out word problems.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--engine", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=64, help="arithmetic questions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=ANSWER_TOKENS)
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", choices=device_operators.DEVICES, default="cpu")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     try:
         check_outputs(options.json, None)
         made = acceptance(
@@ -253,6 +277,9 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"speculate: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("speculate: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
