@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +28,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from client.commands.common import positive
 from engine.config import ModelConfig
 from engine.directory import Engine
+from examples.tinyflash import compare, speculate
+from examples.tinyflash import device as devices
 from examples.tinyflash.ablations import ABLATIONS, ablated
 from examples.tinyflash.evaluation import (
     ANSWER_TOKENS,
@@ -36,12 +40,14 @@ from examples.tinyflash.evaluation import (
     TASKS,
     Answer,
     Report,
+    digest,
     questions,
+    reading,
     report,
 )
 from examples.tinyflash.in_process import InProcess, origin
+from examples.tinyflash.retrieval import check_lengths
 from examples.tinyflash.scoring import Question, Task
-from examples.tinyflash.speculate import acceptance
 
 Cache = Literal["cold", "warm"]
 
@@ -111,7 +117,8 @@ class Job:
                         seconds[cache] += time.monotonic() - started
             finally:
                 model.close()
-        settings = options | origin(engine, device) | {"ablate": self.ablate}
+        settings = options | origin(engine, device)
+        settings |= {"ablate": self.ablate, "max_tokens": sizes.max_tokens}
         return {
             name: _without_details(
                 report(
@@ -137,7 +144,7 @@ class AcceptanceJob:
         return {"cold": f"acceptance.{self.dtype}.json"}
 
     def run(self, engine: Path, sizes: Sizes, device: str) -> dict[str, Report]:
-        made = acceptance(
+        made = speculate.acceptance(
             engine, limit=sizes.arithmetic, seed=sizes.seed, max_tokens=sizes.max_tokens,
             dtype=self.dtype, device=device,
         )  # fmt: skip
@@ -179,14 +186,17 @@ def missing(
 ) -> list[Job | AcceptanceJob]:
     """The runs that have not all their files in `out`.
 
-    Raises ValueError for fewer than two questions, for a quantised engine of another model, and for
-    a file that another engine, seed or number of questions made: a page must not mix them.
+    Raises ValueError for questions that cannot be drawn, for a folder that cannot be written, for a
+    quantised engine of another model, and for a file that holds no results or those of another
+    engine or other questions: a page must not mix them.
     """
     if min(sizes.arithmetic, sizes.retrieval) < 2:
         raise ValueError(
             f"expected at least 2 questions of each kind, got {sizes.arithmetic} and "
             f"{sizes.retrieval}; raise the numbers"
         )
+    check_lengths(*sizes.document_tokens)
+    _check_folder(out)
     config = Engine.open(engine).config
     for name, other in quantised.items():
         _check_quantised(name, Engine.open(other), config)
@@ -198,6 +208,14 @@ def missing(
         if not all(map(Path.exists, paths)):
             todo.append(job)
     return todo
+
+
+def _check_folder(out: Path) -> None:
+    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"expected a folder of results that can be written, got {out}; give --out another"
+        )
 
 
 def _check_quantised(name: str, engine: Engine, config: ModelConfig) -> None:
@@ -214,15 +232,29 @@ def _check_quantised(name: str, engine: Engine, config: ModelConfig) -> None:
 
 
 def _check_kept(path: Path, job: Job | AcceptanceJob, engine: Path, sizes: Sizes) -> None:
-    made = json.loads(path.read_text())
-    is_retrieval = isinstance(job, Job) and job.task == "retrieval"
-    asked = (job.engine if isinstance(job, Job) else None) or engine
+    task: Task
+    if isinstance(job, Job):
+        task, engine = job.task, job.engine or engine
+        made = compare.read(path)[1]
+    else:
+        task, made = "arithmetic", speculate.read(path)
+    asked = _questions(sizes, task)
     wanted = {
-        "engine": origin(asked, "cpu")["engine"],
+        "engine": origin(engine, "cpu")["engine"],
         "seed": sizes.seed,
-        "n": sizes.retrieval if is_retrieval else sizes.arithmetic,
+        "n": len(asked),
+        "asked": digest([question.prompt for question in asked]),
+        "max_tokens": sizes.max_tokens,
     }
-    found = {"engine": made["settings"]["engine"], "seed": made["seed"], "n": made["n"]}
+    with reading(path, "results of a measurement", "remove the file"):
+        settings = made["settings"]
+        found = {
+            "engine": settings["engine"],
+            "seed": made["seed"],
+            "n": made["n"],
+            "asked": made["asked"],
+            "max_tokens": settings.get("max_tokens", sizes.max_tokens),
+        }
     if found != wanted:
         raise ValueError(
             f"expected results of {wanted} in {path}, got {found}; give --out another folder or "
@@ -313,13 +345,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--retrieval", type=int, default=500, help="number of documents")
     add("--document-tokens", type=int, nargs=2, default=DOCUMENT_TOKENS, help="of retrieval")
     add("--seed", type=int, default=1, help="each seed draws other questions")
-    add("--device", default="cpu", help="cpu or cuda")
-    add("--workers", type=int, default=1, help="processes that share the device")
+    add("--device", choices=devices.DEVICES, default="cpu", help="what computes")
+    add("--workers", type=positive, default=1, help="processes that share the device")
     options = parser.parse_args(argv)
     sizes = Sizes(
         options.arithmetic, options.retrieval, options.seed, tuple(options.document_tokens)
     )
     try:
+        devices.check(options.device)
         todo = missing(options.engine, options.out, sizes, dict(options.quantised))
         failed = 0
         for done, (job, error, seconds) in enumerate(
@@ -336,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed += error is not None
             what = ", ".join(job.files.values())
             print(f"{done}/{len(todo)} {what}: {error or 'done'} ({seconds:.0f} s)", flush=True)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"measure: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -209,13 +209,9 @@ def heldout_retrieval(n: int, seed: int, min_tokens: int, max_tokens: int) -> li
 
     Document and question together have between `min_tokens` and `max_tokens` tokens, uniformly;
     the label is the quarter of the document that states the fact ("depth 1/4" is its start).
-    Raises ValueError when the two are less than MIN_TOKEN_SPAN apart or too small for a document.
+    Raises ValueError as `check_lengths`.
     """
-    if min_tokens < MIN_DOCUMENT_TOKENS or max_tokens - min_tokens < MIN_TOKEN_SPAN:
-        raise ValueError(
-            f"expected at least {MIN_DOCUMENT_TOKENS} tokens and a span of {MIN_TOKEN_SPAN}, "
-            f"got {min_tokens} to {max_tokens}; widen the range"
-        )
+    check_lengths(min_tokens, max_tokens)
     rng = Random(f"held-out retrieval {seed}")
     questions = []
     for _ in range(n):
@@ -227,6 +223,16 @@ def heldout_retrieval(n: int, seed: int, min_tokens: int, max_tokens: int) -> li
         source = f"{fact.attribute} of {fact.entity}"
         questions.append(Question("retrieval", label, source, prompt, fact.value))
     return questions
+
+
+def check_lengths(min_tokens: int, max_tokens: int) -> None:
+    """Raises ValueError when the two are less than MIN_TOKEN_SPAN apart or too small for a
+    document."""
+    if min_tokens < MIN_DOCUMENT_TOKENS or max_tokens - min_tokens < MIN_TOKEN_SPAN:
+        raise ValueError(
+            f"expected at least {MIN_DOCUMENT_TOKENS} tokens and a span of {MIN_TOKEN_SPAN}, "
+            f"got {min_tokens} to {max_tokens}; widen the range"
+        )
 
 
 def _statement(rng: Random, fact: Fact) -> str:

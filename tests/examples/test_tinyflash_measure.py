@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from builder.cli import main as build
 from engine.directory import Engine
 from examples.tinyflash import measure
 from examples.tinyflash.compare import paired
+from examples.tinyflash.evaluation import Answer, Report, report
 from examples.tinyflash.measure import AcceptanceJob, Job, Sizes
+from examples.tinyflash.scoring import Task
 from examples.tinyflash.tokenizer import TOKENIZER_FILE
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "tinyflash" / "config.json"
@@ -28,6 +31,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = ["engine", f"--checkpoint_dir={folder / 'c'}", f"--output_dir={folder / 'e'}"]
     assert build([*made, "--max_batch_size=4", "--max_num_tokens=512", "--max_seq_len=512"]) == 0
     return folder / "e"
+
+
+def engine_digest(engine: Path) -> str:
+    return hashlib.sha256((engine / "manifest.json").read_bytes()).hexdigest()[:16]
+
+
+def kept_report(engine: Path, task: Task, sizes: Sizes = SIZES) -> Report:
+    """Of an earlier measurement by `engine`, with empty answers."""
+    asked = sizes.ask(task)
+    answers = [Answer("", "stop", 9, 0, 1)] * len(asked)
+    settings = {"engine": engine_digest(engine)}
+    return report(asked, answers, seed=sizes.seed, settings=settings, seconds=1.0)
 
 
 def test_every_claim_has_its_runs(engine: Path) -> None:
@@ -55,8 +70,7 @@ def test_what_is_there_is_kept(
     failing = Job("arithmetic", "replay-16", {"replay_length": -1})
     last = Job("retrieval", "replay-0", {"replay_length": 0}, caches=both)
     monkeypatch.setattr(measure, "jobs", lambda config, quantised: [there, failing, last])
-    digest = hashlib.sha256((engine / "manifest.json").read_bytes()).hexdigest()[:16]
-    kept = json.dumps({"seed": 9, "n": 2, "settings": {"engine": digest}, "kept": True})
+    kept = json.dumps(kept_report(engine, "retrieval"))
     for name in there.files.values():
         (tmp_path / name).write_text(kept)
     todo = measure.missing(engine, tmp_path, SIZES, {})
@@ -83,6 +97,8 @@ def test_what_is_there_is_kept(
         ({"seed": 8}, "'seed': 8"),
         ({"n": 3}, "'n': 3"),
         ({"settings": {"engine": "another"}}, "'engine': 'another'"),
+        ({"asked": "others"}, "'asked': 'others'"),
+        ({"max_tokens": 255}, "'max_tokens': 255"),
     ],
 )
 def test_results_of_other_engines_and_questions_are_not_kept(
@@ -92,12 +108,77 @@ def test_results_of_other_engines_and_questions_are_not_kept(
     words: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    digest = hashlib.sha256((engine / "manifest.json").read_bytes()).hexdigest()[:16]
-    made = {"seed": 9, "n": 2, "settings": {"engine": digest}} | change
-    (tmp_path / "acceptance.float64.json").write_text(json.dumps(made))
+    made = kept_report(engine, "arithmetic")
+    if "n" in change:
+        made["correct"] = "000"
+    if "max_tokens" in change:
+        made["settings"] |= change
+    else:
+        made |= change
+    (tmp_path / "arithmetic.exact.cold.json").write_text(json.dumps(made))
     asked = ["--arithmetic=2", "--retrieval=2", "--seed=9"]
     assert measure.main([f"--engine={engine}", f"--out={tmp_path}", *asked]) == 2
     assert words in capsys.readouterr().err.partition("got")[2]
+
+
+def test_documents_of_other_lengths_are_other_questions(engine: Path, tmp_path: Path) -> None:
+    others = SIZES._replace(document_tokens=(200, 300))
+    made = kept_report(engine, "retrieval", others)
+    (tmp_path / "retrieval.exact.cold.json").write_text(json.dumps(made))
+    measure.missing(engine, tmp_path, others, {})
+    with pytest.raises(ValueError, match=r"expected results of .* got .*; give --out another"):
+        measure.missing(engine, tmp_path, SIZES, {})
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"n": 2, "correct": [1, 0]}', None])
+@pytest.mark.parametrize("name", ["arithmetic.exact.cold.json", "acceptance.float32.json"])
+def test_what_holds_no_results_is_not_kept(
+    engine: Path,
+    tmp_path: Path,
+    name: str,
+    content: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """None: a folder of that name."""
+    if content is None:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text(content)
+    assert measure.main([f"--engine={engine}", f"--out={tmp_path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("measure: expected ")
+    assert f"{tmp_path / name}, got" in line
+
+
+def test_what_cannot_be_measured_is_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before the engine, which does not exist, is missed."""
+    (tmp_path / "file").touch()
+    asked = [f"--engine={tmp_path / 'no engine'}", f"--out={tmp_path}"]
+    for options, words in (
+        ([f"--out={tmp_path / 'file'}"], "expected a folder of results that can be written"),
+        ([f"--out={tmp_path / 'file' / 'x'}"], "expected a folder of results"),
+        (["--document-tokens", "5", "1"], "got 5 to 1; widen the range"),
+        ([], "expected an engine directory"),
+    ):
+        assert measure.main([*asked, *options]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+    for option, words in (
+        ("--workers=0", "expected at least 1, got 0"),
+        ("--device=foo", "invalid choice: 'foo'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            measure.main([*asked, option])
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [f"--engine={tmp_path / 'none'}", f"--out={tmp_path}", "--device=cuda"]
+    assert measure.main(asked) == 2
+    assert "expected a CUDA device, found none" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +211,7 @@ def test_quantised_engines_are_asked_in_the_served_setting(
     assert [r["text"] for r in other["records"]] == [r["text"] for r in base["records"]]
     changed = {"engine", "threads"}
     assert {k for k in base["settings"] if base["settings"][k] != other["settings"][k]} <= changed
-    digest = hashlib.sha256((mxfp8 / "manifest.json").read_bytes()).hexdigest()[:16]
+    digest = engine_digest(mxfp8)
     assert other["settings"]["engine"] == digest
     assert measure.missing(engine, tmp_path, SIZES, {"mxfp8": mxfp8}) == []
     (tmp_path / "arithmetic.mxfp8.cold.json").write_text(json.dumps(base))
