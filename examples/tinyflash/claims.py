@@ -5,15 +5,15 @@ A bar that is missed is said to be missed; a run that does not exist is "not mea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config import ModelConfig
+from examples.tinyflash import compare, speculate
 from examples.tinyflash.compare import paired
-from examples.tinyflash.evaluation import TASKS, Report
+from examples.tinyflash.evaluation import TASKS, Report, reading
 from examples.tinyflash.measure import FORMATS, Cache, file_name, replay_setting
 from examples.tinyflash.scoring import PairedDifference
 
@@ -43,9 +43,19 @@ class Results:
 
     @staticmethod
     def read(config: ModelConfig, directory: Path) -> Results:
-        return Results(
-            config, {path.name: json.loads(path.read_text()) for path in directory.glob("*.*.json")}
-        )
+        """Raises ValueError for a file that holds no report, and where more than one engine made
+        them; each format may have an engine of its own."""
+        reports = {path.name: _read(path) for path in sorted(directory.glob("*.*.json"))}
+        first: dict[str, str] = {}
+        for name, made in reports.items():
+            setting = name.split(".")[1]
+            engine = made["settings"]["engine"]
+            if engine != first.setdefault(setting if setting in FORMATS else "", engine):
+                raise ValueError(
+                    f"expected results of one engine in {directory}, got another in {name}: "
+                    f"{engine}; measure all of them again"
+                )
+        return Results(config, reports)
 
     def run(self, task: str, setting: str, cache: Cache = "cold") -> Report | None:
         return self.reports.get(file_name(task, setting, cache))
@@ -56,6 +66,18 @@ class Results:
 
     def acceptance(self, dtype: str) -> Report | None:
         return self.reports.get(f"acceptance.{dtype}.json")
+
+
+def _read(path: Path) -> Report:
+    """A report with what the pages need of it."""
+    if path.name.startswith("acceptance."):
+        return speculate.read(path)
+    _, made = compare.read(path)
+    with reading(path, "a report of measure", "measure it again"):
+        f"{made['mean_cached_tokens']:f} {made['parts'].items()}"
+        [f"{r['correct']} {r['source']} {r['expected']} {r['text']}" for r in made["records"]]
+        [made["settings"][key] for key in ("device", "torch", "dtype", "engine")]
+    return made
 
 
 class Claim(NamedTuple):

@@ -35,7 +35,7 @@ from examples.tinyflash.claims import (
     quantised,
     signed,
 )
-from examples.tinyflash.evaluation import DOCUMENT_TOKENS, TASKS, Report
+from examples.tinyflash.evaluation import DOCUMENT_TOKENS, TASKS, Report, reading
 from examples.tinyflash.measure import CURVE_WINDOWS, replay_setting
 
 if TYPE_CHECKING:
@@ -58,13 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.parse_args(argv)
-    config, _ = read_config_file(CHECKPOINT / "config.json")
-    results = Results.read(config, RESULTS)
-    for name, text in pages(results, RESULTS).items():
-        (ROOT / PAGES[name]).write_text(text)
-    (ROOT / "docs" / "images").mkdir(exist_ok=True)
-    _save(replay_plot(results), ROOT / PLOTS["replay.svg"])
-    _save(training_plot(_history(RESULTS)), ROOT / PLOTS["training.svg"])
+    try:
+        config, _ = read_config_file(CHECKPOINT / "config.json")
+        results = Results.read(config, RESULTS)
+        made, history = pages(results, RESULTS), _history(RESULTS)
+        for name, text in made.items():
+            (ROOT / PAGES[name]).write_text(text)
+        (ROOT / "docs" / "images").mkdir(exist_ok=True)
+        _save(replay_plot(results), ROOT / PLOTS["replay.svg"])
+        _save(training_plot(history), ROOT / PLOTS["training.svg"])
+    except (ValueError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -97,9 +102,10 @@ def _values(results: Results, directory: Path) -> Iterator[tuple[str, str]]:
     yield "model", _model(config)
     yield from _training(directory)
     yield "document_tokens", " to ".join(f"{tokens:,}" for tokens in DOCUMENT_TOKENS)
-    held_out = len(held_out_templates())
-    yield "held_out_templates", str(held_out)
-    yield "templates", str(held_out + len(trained_templates()))
+    held_out, trained = held_out_templates(), trained_templates()
+    yield "held_out_templates", str(len(held_out))
+    yield "templates", str(len(held_out) + len(trained))
+    yield "seen_sequences", str(len({t.kinds for t in held_out} & {t.kinds for t in trained}))
     for task in TASKS:
         yield f"accuracy_{task}", percent(results.served(task))
 
@@ -217,24 +223,30 @@ def _model(config: ModelConfig) -> str:
 
 
 def _history(directory: Path) -> list[dict[str, float]]:
-    loaded: list[dict[str, float]] = json.loads((directory / "history.json").read_text())
+    path = directory / "history.json"
+    with reading(path, "the history of a training run", "copy that of the run"):
+        loaded: list[dict[str, float]] = json.loads(path.read_text())
+        [f"{value:f}" for record in loaded for value in (record["step"], *record.values())]
     return loaded
 
 
 def _training(directory: Path) -> Iterator[tuple[str, str]]:
     """What training.json says: device, commands, and `runs`, each with a name, commit, steps,
     tokens and minutes."""
-    made: dict[str, Any] = json.loads((directory / "training.json").read_text())
+    path = directory / "training.json"
     rows = [("part", "commit", "steps", "tokens", "minutes")]
-    for run in made["runs"]:
-        tokens = f"{run['tokens'] / 1e6:.0f} M"
-        steps, minutes = f"{run['steps']:,}", f"{run['minutes']:.1f}"
-        rows.append((run["name"], run["commit"], steps, tokens, minutes))
-    total = sum(run["minutes"] for run in made["runs"])
+    with reading(path, "how the model was trained", "write it by the last training"):
+        made: dict[str, Any] = json.loads(path.read_text())
+        for run in made["runs"]:
+            tokens = f"{run['tokens'] / 1e6:.0f} M"
+            steps, minutes = f"{run['steps']:,}", f"{run['minutes']:.1f}"
+            rows.append((run["name"], run["commit"], steps, tokens, minutes))
+        total = sum(run["minutes"] for run in made["runs"])
+        commands, device = "\n".join(made["commands"]), made["device"]
     rows.append(("together", "", "", "", f"{total:.1f}"))
     yield "training_table", markdown(rows)
-    yield "training_commands", "\n".join(made["commands"])
-    yield "training_device", made["device"]
+    yield "training_commands", commands
+    yield "training_device", device
 
 
 def replay_plot(results: Results) -> Figure:

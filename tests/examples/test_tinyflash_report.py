@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,57 @@ def test_plots_of_whatever_was_measured(tmp_path: Path) -> None:
         figure.savefig(tmp_path / "plot.svg")
         assert len(figure.axes) == panels
     assert pytest.approx(75.0) == pages.replay_plot(some).axes[1].containers[0].lines[0].get_ydata()
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what is committed, read in its place; pages are written below it."""
+    folder = tmp_path / "results"
+    shutil.copytree(pages.RESULTS, folder)
+    monkeypatch.setattr(pages, "RESULTS", folder)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("training.json", None),
+        ("training.json", "{}"),
+        ("history.json", None),
+        ("history.json", "[1]"),
+        ("arithmetic.exact.cold.json", "{"),
+        ("arithmetic.exact.cold.json", "[]"),
+        ("acceptance.float32.json", "{}"),
+    ],
+)
+def test_what_no_page_can_be_written_from(
+    results: Path, name: str, content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None: the file is missing."""
+    (results / name).unlink()
+    if content is not None:
+        (results / name).write_text(content)
+    assert pages.main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("report: expected ")
+    assert str(results / name) in line
+    assert list(results.parent.iterdir()) == [results]
+
+
+@pytest.mark.parametrize("name", ["arithmetic.float64.cold.json", "acceptance.float64.json"])
+def test_results_of_two_engines_make_no_page(
+    results: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = json.loads((results / name).read_text())
+    changed["settings"]["engine"] = "another"
+    (results / name).write_text(json.dumps(changed))
+    assert pages.main([]) == 2
+    assert "expected results of one engine" in capsys.readouterr().err
+
+
+def test_a_format_has_an_engine_of_its_own(results: Path) -> None:
+    made = json.loads((results / "arithmetic.exact.cold.json").read_text())
+    made["settings"]["engine"] = "another"
+    (results / "arithmetic.mxfp8.cold.json").write_text(json.dumps(made))
+    assert Results.read(CONFIG, results).run("arithmetic", "mxfp8") == made
