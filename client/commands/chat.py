@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     turns = arguments.message
     if turns is None and not sys.stdin.isatty():
         turns = [sys.stdin.read().rstrip("\n")]
+    if turns is not None and not all(turn.strip() for turn in turns):
+        raise ValueError("expected messages with text, got an empty one; write one")
     with connect(arguments) as client:
         chat = Chat(
             client,

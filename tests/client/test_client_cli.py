@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -193,6 +194,29 @@ def test_a_report_that_cannot_be_written_is_refused_first(
         assert error.startswith("dsv41-client: expected a file in an existing folder that can be")
         assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["p.foo", "p"])
+def test_a_picture_of_no_format(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["perf", f"--url={free_address()}", f"--plot={tmp_path / name}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dsv41-client: expected a picture that ends with one of")
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [["--message="], ["--message=x", "--message= "], []])
+def test_empty_messages(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None at all: a pipe that holds nothing."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert main(["chat", f"--url={free_address()}", *options]) == 2
+    assert capsys.readouterr().err == (
+        "dsv41-client: expected messages with text, got an empty one; write one\n"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"\xff\xfe"])
