@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.forward.steps import empty_pools
 from builder.checkpoint import Checkpoint
 from engine.config import ModelConfig
 from engine.network import Network, load_weights
 from engine.network.device import moved
-from engine.paged_cache import CachePools
 from examples.tinyflash.evaluation import ANSWER_TOKENS, questions
 from examples.tinyflash.scoring import Question, compare, is_correct
 from examples.tinyflash.tokenizer import EOS_ID
@@ -99,17 +99,7 @@ def network_of(dtype: torch.dtype, device: str, *, packed: bool) -> Network:
 def executor_of(
     kind: type[Led], network: Network, limits: CoreLimits, device: str, **options: Any
 ) -> Led:
-    pools = CachePools(
-        network.config,
-        num_global_pages=limits.num_global_pages,
-        num_window_pages=limits.num_window_pages,
-        num_slots=limits.max_batch_size,
-        global_page_tokens=limits.global_page_tokens,
-        window_page_rows=limits.window_page_tokens,
-        dtype=network.dtype,
-        quantize=True,
-        device=device,
-    )
+    pools = empty_pools(network, limits, device)
     given = (network, pools, limits) if kind is LedCuda else (network, pools)
     executor: Led = kind(*given, device=device, **options)
     executor.logits = {}

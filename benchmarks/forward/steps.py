@@ -27,11 +27,10 @@ _BUDGET_MS = 400.0  # of all replays of one sample
 _SERVED_MS = 1500.0  # of all samples of a served step
 
 
-def filled_pools(
+def empty_pools(
     network: Network, limits: CoreLimits, device: str, *, quantize: bool = True
 ) -> CachePools:
-    """Caches full of rows of standard deviation one, every page alike."""
-    pools = CachePools(
+    return CachePools(
         network.config,
         num_global_pages=limits.num_global_pages,
         num_window_pages=limits.num_window_pages,
@@ -42,6 +41,13 @@ def filled_pools(
         quantize=quantize,
         device=device,
     )
+
+
+def filled_pools(
+    network: Network, limits: CoreLimits, device: str, *, quantize: bool = True
+) -> CachePools:
+    """Caches full of rows of standard deviation one, every page alike."""
+    pools = empty_pools(network, limits, device, quantize=quantize)
     config = network.config
     stores = [pools.window(layer) for layer in range(config.num_layers_total)]
     for source in config.kv_source_layer_ids:
