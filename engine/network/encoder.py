@@ -23,7 +23,12 @@ from engine.network.weights import NetworkWeights
 
 
 class Encoder:
-    """Layers 0 … decoder_start − 1, and what layer decoder_start writes for every row."""
+    """Layers 0 … decoder_start − 1, and what layer decoder_start writes for every row.
+
+    `engram_seconds`: the last run's wait for Engram rows, None where it is not the host's.
+    """
+
+    engram_seconds: float | None = None
 
     def __init__(
         self, config: ModelConfig, weights: NetworkWeights, rope: RopeTables, engram: EngramHash
@@ -40,6 +45,7 @@ class Encoder:
         entry_rows = CompressRows.of(batch, cache, config)
         layers, embedding = self._weights.layers, self._weights.embed
         engram = EngramMemories(self._engram.rows(batch), layers, embedding.dtype)
+        self.engram_seconds = engram.seconds
         residual = embed(batch.tokens, embedding, config)
         published: Selection | None = None
         for layer in range(config.decoder_start):

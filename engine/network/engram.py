@@ -7,6 +7,7 @@ The rows depend on token ids only, so a step can compute and fetch them before i
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -68,7 +69,13 @@ class EngramHash:
 
 class EngramMemories:
     """What a step reads of each layer's table, [T, columns · width]: fetched before the first layer
-    runs, on a device beside it."""
+    runs, on a device beside it.
+
+    `seconds` is how long the step had to wait for it, None on a device, where nobody waits but the
+    stream that reads it.
+    """
+
+    seconds: float | None = None
 
     def __init__(
         self,
@@ -86,7 +93,9 @@ class EngramMemories:
             if weights is None:  # a diagnostic network without this memory
                 continue
             if not of_layer.is_cuda:
+                started = time.monotonic()
                 self._made[layer] = engram_lookup(weights.table, of_layer, dtype)
+                self.seconds = (self.seconds or 0.0) + time.monotonic() - started
                 continue
             beside = _side_stream(of_layer.device)
             # Also what used the memory that the allocator gives out again has then run.

@@ -44,6 +44,11 @@ class Network:
         """Whether the model has draft stages."""
         return self._draft is not None
 
+    @property
+    def engram_seconds(self) -> float | None:
+        """How long the last step waited for Engram rows; None on a device, which waits itself."""
+        return self._encoder.engram_seconds
+
     def encoder(self, batch: RaggedBatch, cache: CacheView) -> Residual:
         """Layers 0 … decoder_start − 1 on every row, and the decoder's global KV.
 

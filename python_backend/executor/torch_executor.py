@@ -47,7 +47,7 @@ class PagedExecutor(ABC):
         step = HostStep.of(plan)
         started = time.monotonic()
         output = self._forward(step)
-        seconds = {"forward": time.monotonic() - started}
+        seconds = {"forward": time.monotonic() - started, **self._parts_of_forward()}
         tokens = np.full(arrays.num_requests, -1, dtype=np.int32)
         num_accepted = np.zeros(arrays.num_requests, dtype=np.int64)
         wanted = np.flatnonzero(arrays.wants_logits)
@@ -81,6 +81,10 @@ class PagedExecutor(ABC):
     def _forward(self, step: HostStep) -> DecoderOutput:
         """Logits of the step's logit rows and the decoder rows' draft features; writes the step's
         rows to the pools."""
+
+    def _parts_of_forward(self) -> Mapping[str, float]:
+        """Seconds of the last forward's parts that can be told apart."""
+        return {}
 
     @abstractmethod
     def _draft(self, draft: HostDraft, features: torch.Tensor) -> DraftOutput | None:
@@ -135,6 +139,10 @@ class TorchExecutor(PagedExecutor):
     def _forward(self, step: HostStep) -> DecoderOutput:
         batch, tables = step.upload(self._device)
         return self._network.forward(batch, PagedCache(self._pools, tables))
+
+    def _parts_of_forward(self) -> Mapping[str, float]:
+        waited = self._network.engram_seconds
+        return {} if waited is None else {"engram": waited}
 
     def _draft(self, draft: HostDraft, features: torch.Tensor) -> DraftOutput | None:
         return self._draft_behind(draft.upload(self._device), features)

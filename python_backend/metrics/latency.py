@@ -31,9 +31,10 @@ PHASE_EDGES = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
     *(2.5, 5.0, 10.0),
 )
-# Parts of a step, in order. The executor's own parts of `execute` are forward, sample and draft.
+# Parts of a step, in order. The executor's own parts of `execute` are forward, sample and draft;
+# of forward, engram is the wait for Engram rows.
 CORE_PHASES = ("schedule", "execute", "commit", "deliver")
-EXECUTOR_PHASES = ("forward", "sample", "draft")
+EXECUTOR_PHASES = ("forward", "engram", "sample", "draft")
 
 
 @dataclass

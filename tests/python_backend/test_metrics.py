@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.network import Network
+from plugins.engram import engram_lookup
 from python_backend.core import EngineCore
 from python_backend.executor.simulated import SimulatedExecutor
 from python_backend.metrics.catalogue import Family, Kind, Snapshot, catalogue
 from python_backend.metrics.histogram import Histogram, one_two_five
-from python_backend.metrics.latency import PER_TOKEN_EDGES
+from python_backend.metrics.latency import PER_TOKEN_EDGES, PHASE_EDGES
 from python_backend.metrics.publisher import Publisher
 from python_backend.request import FinishReason
 from python_backend.scheduler.statistics import Statistics
 from python_backend.step_plan import StepPlan, StepResult
+from tests.python_backend import real_core
 from tests.python_backend.serving import Stream, limits, tokens
 
 
@@ -122,6 +127,26 @@ def test_a_preempted_request_keeps_its_moments() -> None:
     # The gaps of a request add up to its time from the first to the last token.
     assert sum(latencies.inter_token.sums) == pytest.approx(sum(latencies.decode.sums))
     assert max(np.flatnonzero(latencies.inter_token.numbers)) > PER_TOKEN_EDGES.index(1.0)
+
+
+def test_the_wait_for_engram_rows_is_a_part_of_a_step(
+    network64: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two Engram layers whose look-ups take 10 ms each, in four steps."""
+
+    def slow(*operands: Any) -> torch.Tensor:
+        time.sleep(0.01)
+        return engram_lookup(*operands)
+
+    monkeypatch.setattr("engine.network.engram.engram_lookup", slow)
+    core = real_core.core_of(network64, real_core.bounds_of())
+    real_core.serve(core, [real_core.stream("one", tokens(0, 20), 4, False, 0)], [0])
+    phases = core.statistics().latencies.phases
+    waited, forward = sum(phases["engram"].sums), sum(phases["forward"].sums)
+    assert sum(phases["engram"].numbers) == sum(phases["forward"].numbers) == 4
+    assert 4 * 2 * 0.01 <= waited < forward
+    # All of them took 20 ms or somewhat more.
+    assert sum(phases["engram"].numbers[: PHASE_EDGES.index(0.01) + 1]) == 0
 
 
 def test_only_answers_count_as_latencies(served: tuple[EngineCore, Clock]) -> None:

@@ -107,10 +107,11 @@ def test_every_number_of_a_known_load(server: Deployment) -> None:
     assert more["e2e_request_latency_seconds_sum"] == pytest.approx(parts)
     assert more["step_rows_sum"] == more["rows_total"]
     assert more["step_rows_count"] == more["steps_total"]
-    for phase in ("schedule", "execute", "commit", "deliver", "forward", "sample"):
+    for phase in ("schedule", "execute", "commit", "deliver", "forward", "engram", "sample"):
         assert more[f"step_seconds_count {phase}"] == more["steps_total"], phase
     inside = sum(more[f"step_seconds_sum {phase}"] for phase in ("forward", "sample", "draft"))
     assert 0 < inside < more["step_seconds_sum execute"]
+    assert 0 < more["step_seconds_sum engram"] < more["step_seconds_sum forward"]
     # Two Engram layers of TINY, with 2-grams and 3-grams and their heads.
     assert more["engram_rows_total"] % more["rows_total"] == 0
     for pool in ("global", "window"):
