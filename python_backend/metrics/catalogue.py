@@ -200,7 +200,7 @@ LATENCIES = (
     Family(
         "dsv41_step_seconds",
         Kind.HISTOGRAM,
-        "Time of a step by phase; forward, sample, draft are parts of execute, engram is of forward",
+        "Time of a step by phase; forward, sample and draft are in execute, engram is in forward",
         lambda s: dict(s.statistics.latencies.phases),
         "phase",
     ),
