@@ -66,7 +66,7 @@ class Led(PagedExecutor):
             self.logits[question, index] = kept[row]
             if question in self.lead:
                 tokens[row] = self.lead[question][index]
-        return Choice(tokens, own.logprobs)
+        return own._replace(tokens=tokens)
 
 
 class LedTorch(Led, TorchExecutor):

@@ -131,8 +131,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=4.0, help="start no row after these")
     parser.add_argument("--experts-per-rank", type=int, default=48)
     parser.add_argument("--questions", type=int, default=128, help="of the agreement")
-    parser.add_argument("--parts", nargs="+", choices=("decode", "replay", "agreement"),
-                        default=("decode", "replay", "agreement"))  # fmt: skip
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, found none")
