@@ -17,6 +17,7 @@ import torch
 from engine.batch import DraftBatch, RaggedBatch
 from engine.config import ModelConfig
 from engine.network.block import Residual
+from engine.network.precision import wide
 from engine.network.weights import NetworkWeights
 from engine.paged_cache import CachePools, PoolLayout, StepTables
 from plugins.formats.rows import PackedRows, ValueRows
@@ -73,7 +74,6 @@ def segment_inputs(
     """
     config = layout.config
     stored = torch.uint8 if quantize else dtype
-    wide = torch.promote_types(dtype, torch.float32)
 
     def index(name: str, *dims: int | str) -> SegmentTensor:
         return SegmentTensor(name, dims, torch.int64)
@@ -86,7 +86,7 @@ def segment_inputs(
         index("slots", "requests"),
         SegmentTensor("global_tables", ("requests", "global_columns"), torch.int32),
         SegmentTensor("global_pages", ("num_global_pages", layout.global_page_elements), stored),
-        SegmentTensor("tails", ("num_slots", layout.tail_elements), wide),
+        SegmentTensor("tails", ("num_slots", layout.tail_elements), wide(dtype)),
         *window_caches,
     )
     rows = tuple(index(name, "rows") for name in ("tokens", "positions", "request"))
@@ -114,7 +114,7 @@ def segment_inputs(
                 index("logit_rows", "logit_rows"),
                 context,
                 SegmentTensor("streams", streams, dtype),
-                SegmentTensor("pre", streams[:2], wide),
+                SegmentTensor("pre", streams[:2], wide(dtype)),
                 *caches,
             )
         case "draft":

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.config import ModelConfig
+from engine.network.precision import wide
 from engine.network.weights import HyperWeights, LayerWeights, MoeWeights
 from plugins.mega_gate import mega_gate
 from plugins.mega_mhc import HcMix, hc_collapse, hc_expand, hc_mix, mega_mhc
@@ -32,9 +33,8 @@ class Residual(NamedTuple):
 def embed(tokens: torch.Tensor, table: torch.Tensor, config: ModelConfig) -> Residual:
     """Every stream starts as the token's embedding; the first collapse takes stream 0."""
     streams = table[tokens].unsqueeze(1).expand(-1, config.hc_mult, -1)
-    wide = torch.promote_types(streams.dtype, torch.float32)
     first = torch.arange(config.hc_mult, device=streams.device) == 0
-    return Residual(streams, first.to(wide).expand(streams.shape[0], -1))
+    return Residual(streams, first.to(wide(streams.dtype)).expand(streams.shape[0], -1))
 
 
 def collapse(residual: Residual, norm: torch.Tensor, config: ModelConfig) -> torch.Tensor:

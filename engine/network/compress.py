@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from engine.cache_view import CacheView
+from engine.network.precision import wide
 from engine.network.rows import CompressRows
 from engine.network.weights import CompressorWeights
 from plugins.compressor import pool_pairs, previous_rows
@@ -54,8 +55,8 @@ def _pooled(
     cache: CacheView,
 ) -> torch.Tensor:
     """The latent [T, d] of the pair (row before, row), and the tail update."""
-    wide = u.to(wgate.dtype)
-    current = torch.cat([linear(wide, weights.wkv), linear(wide, wgate)], dim=-1)
+    x = u.to(wide(u.dtype))
+    current = torch.cat([linear(x, weights.wkv), linear(x, wgate)], dim=-1)
     previous = previous_rows(
         current,
         cache.tail(source),

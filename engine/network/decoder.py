@@ -16,6 +16,7 @@ from engine.cache_view import CacheView
 from engine.config import ModelConfig
 from engine.network.attention import attention
 from engine.network.block import Residual, after_attention, collapse
+from engine.network.precision import wide
 from engine.network.rope import RopeTables
 from engine.network.rows import SegmentRows
 from engine.network.select import Selection
@@ -67,19 +68,16 @@ class Decoder:
                 is_image=rows.is_image,
             )
         h = collapse(residual.rows(batch.logit_rows), self._weights.norm, config)
-        head = self._weights.head
-        logits = linear(h.to(head.value.dtype), head)
+        logits = linear(h.to(wide(h.dtype)), self._weights.head)
         return DecoderOutput(logits, torch.cat(features, dim=-1))
 
     def _nothing(self, residual: Residual) -> DecoderOutput:
-        head = self._weights.head.value
-        targets = len(self._config.dspark_target_layer_ids)
+        streams, targets = residual.streams, len(self._config.dspark_target_layer_ids)
         return DecoderOutput(
-            head.new_zeros(0, head.shape[0]),
-            residual.streams.new_zeros(0, targets * self._config.hidden_size),
+            streams.new_zeros(0, self._config.vocab_size, dtype=wide(streams.dtype)),
+            streams.new_zeros(0, targets * self._config.hidden_size),
         )
 
 
 def _stream_mean(streams: torch.Tensor) -> torch.Tensor:
-    wide = torch.promote_types(streams.dtype, torch.float32)
-    return streams.mean(dim=1, dtype=wide).to(streams.dtype)
+    return streams.mean(dim=1, dtype=wide(streams.dtype)).to(streams.dtype)

@@ -16,6 +16,7 @@ from engine.cache_view import CacheView
 from engine.config import ModelConfig
 from engine.network.attention import output, queries, query_latent, window_row
 from engine.network.block import after_attention, collapse, embed
+from engine.network.precision import wide
 from engine.network.rope import RopeTables
 from engine.network.rows import window_keys
 from engine.network.weights import AttentionWeights, DraftWeights, NetworkWeights
@@ -147,10 +148,10 @@ class Draft:
         """Token by token: each base logit row is corrected by the token before it (Markov)."""
         weights, eps = self._weights, self._config.rms_norm_eps
         block = self._config.dspark_block_size
-        wide = self._head.value.dtype
-        base = linear(rms_norm(hidden, weights.norm, eps).to(wide), self._head)
+        dtype = wide(hidden.dtype)
+        base = linear(rms_norm(hidden, weights.norm, eps).to(dtype), self._head)
         base = torch.unflatten(base, 0, (-1, block))
-        hidden = torch.unflatten(hidden.to(wide), 0, (-1, block))
+        hidden = torch.unflatten(hidden.to(dtype), 0, (-1, block))
         previous = anchors
         tokens, confidence = [], []
         for k in range(block):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from engine.config import ConfigError, ModelConfig
+from engine.network.precision import wide
 from engine.network.weights import (
     AttentionWeights,
     CompressorWeights,
@@ -76,7 +77,7 @@ class _Loader:
         self.config = config
         self.source = source
         self.dtype = dtype
-        self.wide = torch.promote_types(dtype, torch.float32)
+        self.wide = wide(dtype)
         self.activation_quant = activation_quant
         self.packed = packed
 

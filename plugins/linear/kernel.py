@@ -21,6 +21,7 @@ from plugins.device.numbers import mxfp8_round
 from plugins.device.weights import FP8_BLOCKS, MXFP8, DeviceWeight, device_weight, load_weight
 from plugins.linear.kernel_float8 import INNER as FLOAT8_INNER
 from plugins.linear.kernel_float8 import pack_rows, product_float8
+from plugins.linear.kernel_split import split_product
 from plugins.linear.weight import LinearWeight, PackedLinearWeight
 from plugins.registry import OPERATORS
 
@@ -263,4 +264,7 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return product(x, weight, packed, 1)
     value = decode(packed, x.dtype) if packed is not None else value
     assert value is not None
-    return round_input(x, weight) @ value.T
+    x = round_input(x, weight)
+    if (x.dtype, value.dtype) == (torch.float32, torch.bfloat16):
+        return split_product(x, value)
+    return x @ value.T

@@ -11,6 +11,7 @@ from kernel_oracle import DEVICE, load_kernel, moved, moved_weight
 from plugins.formats import mxfp8, nvfp4
 from plugins.linear import LinearWeight, PackedFormat, PackedLinearWeight
 from plugins.linear.cases import CASES, PACKED_CASES, LinearCase, PackedCase, packed_weight
+from plugins.linear.kernel_split import split_rows
 from plugins.wo_a.cases import CASES as WO_A_CASES
 from plugins.wo_a.cases import PACKED_CASES as PACKED_WO_A_CASES
 from plugins.wo_a.cases import WoACase
@@ -181,3 +182,22 @@ def test_float64_gradients_and_parts_of_groups_run_the_reference() -> None:
     weight = LinearWeight(torch.ones(4, 40, device=DEVICE), quantized_input=True)
     with pytest.raises(ValueError, match="multiple of 32"):
         kernel.linear(torch.ones(1, 40, device=DEVICE), weight)
+
+
+def test_a_weight_kept_as_bfloat16_gives_the_bits_of_float32() -> None:
+    """float32 inputs of every size, times a weight that is kept in half the bytes."""
+    generator = torch.Generator().manual_seed(3)
+    value = torch.randn(72, 200, generator=generator).to(torch.bfloat16)
+    for rows in (0, 1, 5, 33):
+        x = torch.randn(rows, 400, generator=generator)[:, ::2]
+        x = x * 2.0 ** torch.randint(-20, 20, x.shape, generator=generator)
+        kept = LinearWeight(value.to(DEVICE), quantized_input=False)
+        ours = kernel.linear(x.to(DEVICE), kept)
+        compare(ours, x.double(), value, torch.float32)
+
+
+def test_three_parts_add_up_to_a_float32() -> None:
+    x = torch.randn(7, 300, generator=torch.Generator().manual_seed(4))
+    x[0, :4] = torch.tensor([0.0, 1.0, 2.0**-100, 1.0 + 2.0**-23])
+    parts = split_rows(x.to(DEVICE)).double().cpu()
+    assert torch.equal(parts.sum(0), x.double())
