@@ -7,6 +7,7 @@ On a GPU the engine's limits decide the speed: build it for as many requests and
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.manifest import Manifest
 from engine.network import Network
 from engine.network.device import moved
 from engine.paged_cache import CachePools
@@ -146,12 +148,15 @@ class Pending:
 
 
 def origin(engine_dir: Path, device: str) -> dict[str, Any]:
-    """What made the answers: the engine, by its manifest, and what ran it."""
-    manifest = (engine_dir / "manifest.json").read_bytes()
+    """What made the answers: the engine, by the hashes of its files, and what ran it.
+
+    The same checkpoint built with the same options gives the same id on any machine.
+    """
+    hashes = sorted((name, sha256) for name, (_, sha256) in Manifest.read(engine_dir).files.items())
     where = {"device": device, "threads": torch.get_num_threads()}  # float32's last bits depend
     if device != "cpu":
         where = {"device": torch.cuda.get_device_name(device)}
     return {
-        "engine": hashlib.sha256(manifest).hexdigest()[:16],
+        "engine": hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16],
         "torch": str(torch.__version__),
     } | where

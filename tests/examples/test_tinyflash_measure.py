@@ -34,7 +34,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_digest(engine: Path) -> str:
-    return hashlib.sha256((engine / "manifest.json").read_bytes()).hexdigest()[:16]
+    """Of the files' names and contents; the manifest's versions and times are left out."""
+    names = (path.relative_to(engine).as_posix() for path in engine.rglob("*") if path.is_file())
+    hashes = [
+        [name, hashlib.sha256((engine / name).read_bytes()).hexdigest()]
+        for name in sorted(names)
+        if name != "manifest.json"
+    ]
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
 
 
 def kept_report(engine: Path, task: Task, sizes: Sizes = SIZES) -> Report:
