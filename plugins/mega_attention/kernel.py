@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 # Up to this many rows a row's keys are cut into chunks; from there on rows alone fill a device.
 SPLIT_ROWS = 32
 _CHUNK = 128
-_KEY_TILE = 32
 # The reference's bound: keeps the running maximum finite without keys, or with a +inf sink.
 _MAX_BOUND = tl.constexpr(1e30)
 
@@ -193,9 +192,12 @@ def _join(
     _store_output(o, row, head, out_even, out_odd, total, cos, sin, H, WIDTH, PAIRS)
 
 
-def most_heads(device: Limits) -> int:
-    """Heads of a program. 64 take 115 KiB of shared memory on sm_90 and 149 on sm_80, 32 take 83;
-    with 64, two sums [64, 256] and the scores are more than the tensor memory has."""
+def most_heads(device: Limits, dtype: torch.dtype) -> int:
+    """Heads of a program. In bfloat16 64 take 115 KiB of shared memory on sm_90 and 149 on sm_80,
+    32 take 83; with 64, two sums [64, 256] and the scores are more than the tensor memory has. In
+    float32 16 heads and half a tile of keys take 98 KiB."""
+    if dtype == torch.float32:
+        return 16
     return 64 if device.shared_memory >= 160_000 and not device.tensor_memory else 32
 
 
@@ -231,7 +233,9 @@ def mega_attention(
     q, window_slots = unit_stride(q), unit_stride(window_slots)
     entry_slots = unit_stride(main_slots) if main_slots is not None and has_main else window_slots
     main_keys = entry_slots.shape[1] if has_main else 0
-    pairs, head_block = padded(width // 2), min(most_heads(limits(q.device)), padded(heads))
+    exact = q.dtype == torch.float32
+    pairs = padded(width // 2)
+    head_block = min(most_heads(limits(q.device), q.dtype), padded(heads))
     blocks = triton.cdiv(heads, head_block)
     split = rows <= SPLIT_ROWS
     parts = triton.cdiv(window_slots.shape[1], _CHUNK) + triton.cdiv(main_keys, _CHUNK)
@@ -241,15 +245,17 @@ def mega_attention(
         shape = (rows, parts, heads)
         partial = q.new_empty((*shape, 2 * pairs), dtype=torch.float32)
         stats = q.new_empty((*shape, 2), dtype=torch.float32)
-    warps: dict[str, Any] = {"num_warps": 8 if head_block * pairs >= 32 * 256 else 4}
+    launch: dict[str, Any] = {"num_warps": 8 if head_block * pairs >= 32 * 256 else 4}
+    if exact:
+        launch["num_stages"] = 1
     sizes = (heads, width, 2 * inv_freq.shape[0], pairs, head_block)
     _attention[(rows, blocks, parts if split else 1)](
         q, q.stride(0), q.stride(1), positions, inv_freq, sink, o, partial, stats, scale,
         *window_rows.arguments(), *main_rows.arguments(),
         window_slots, window_slots.stride(0), window_slots.shape[1],
         entry_slots, entry_slots.stride(0), main_keys,
-        *sizes, _KEY_TILE, _CHUNK, split,
-        tl.float32 if q.dtype == torch.float32 else tl.bfloat16, INTERPRETED, **warps,
+        *sizes, 16 if exact else 32, _CHUNK, split,
+        tl.float32 if exact else tl.bfloat16, INTERPRETED, **launch,
     )  # fmt: skip
     if split:
         _join[(rows, triton.cdiv(heads, 16))](

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import kernels_ahead_experts
+import torch
 import triton.language as tl
 
 from plugins.compressor import kernel as compressor
@@ -37,7 +38,8 @@ WINDOW = {"ROWS": 32, "ROW": 528, "STORED": 2}
 INDEX = {"ROWS": 64, "ROW": 68, "STORED": 5}
 KEYS = {**INDEX, "PER_PAGE": 128}
 FOR_EVERY_GENERATION = (
-    "attention", "index float8", "index decode", "select rest", "write main",
+    "attention", "attention float32", "index float8", "index decode", "select rest",
+    "write main",
     "linear blocks, 128 rows", "linear float8", "experts down", "mhc",
 )  # fmt: skip
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
@@ -170,13 +172,20 @@ def engram_kernels(device: Limits) -> Kernels:
 def kernels(device: Limits) -> Kernels:
     whole = {
         **HEAD, **DOT, **prefixed("WINDOW", WINDOW), **prefixed("MAIN", MAIN),
-        "HEADS": attention.most_heads(device),
+        "HEADS": attention.most_heads(device, torch.bfloat16),
         "TILE": 32, "CHUNK": 128,
     }  # fmt: skip
     one = {"CHUNK": 16_384, "FIRST": True, "LAST": False}
     return [
         ("attention", attention._attention, ATTENTION, {**whole, "SPLIT": False}, 8),
         ("attention in chunks", attention._attention, ATTENTION, {**whole, "SPLIT": True}, 8),
+        (
+            "attention float32", attention._attention, {**ATTENTION, "q": "*fp32", "o": "*fp32"},
+            {
+                **whole, "HEADS": attention.most_heads(device, torch.float32), "TILE": 16,
+                "SPLIT": False, "DOT": tl.float32,
+            }, 4, 1,
+        ),
         (
             "attention small", attention._attention,
             {**ATTENTION, "q": "*fp32", "o": "*fp32", "window": "*fp32"}, SMALL_ATTENTION, 4,
