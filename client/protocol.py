@@ -155,7 +155,8 @@ class GenerateChunk:
 
     output_ids: int32 [n], new tokens only, without the prompt.
     cached_tokens: prompt tokens found in the prefix cache; with the first response.
-    finish_reason, num_input_tokens, num_output_tokens: with the last response.
+    finish_reason, num_input_tokens, num_output_tokens, and num_accepted_drafts, of the output
+    tokens those that were drafts: with the last response.
     log_probs: float32 [n] of output_ids, where asked for; top_log_prob_ids and top_log_probs:
     [n, K], the K most probable tokens at each place, most probable first.
     token_bytes, top_token_bytes: where asked for, what each of output_ids and top_log_prob_ids
@@ -169,6 +170,7 @@ class GenerateChunk:
     finish_reason: FinishReason | None = None
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
+    num_accepted_drafts: int | None = None
     cached_tokens: int | None = None
     log_probs: Float32Array | None = None
     top_log_prob_ids: Int32Array | None = None
@@ -226,6 +228,7 @@ def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateResult:
         finish_reason=last("finish_reason"),
         num_input_tokens=last("num_input_tokens"),
         num_output_tokens=last("num_output_tokens"),
+        num_accepted_drafts=last("num_accepted_drafts"),
         cached_tokens=last("cached_tokens"),
         log_probs=joined("log_probs"),
         top_log_prob_ids=joined("top_log_prob_ids"),

@@ -111,6 +111,7 @@ def chunk_from_outputs(outputs: Mapping[str, Any]) -> GenerateChunk:
         finish_reason=FinishReason(reason) if reason else None,
         num_input_tokens=_number(outputs.get("num_input_tokens")),
         num_output_tokens=_number(outputs.get("num_output_tokens")),
+        num_accepted_drafts=_number(outputs.get("num_accepted_drafts")),
         cached_tokens=_number(outputs.get("cached_tokens")),
         log_probs=_numbers(outputs.get("output_log_probs")),
         **_alternatives(outputs, "top_log_prob", ids.size),

@@ -36,6 +36,7 @@ class AnswerSequence:
     first_token_at: float | None = None
     cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_accepted_drafts: int = 0  # a delta is a step's; its tokens but the last were drafts
     ended: bool = False
     _num_made: int = 0
     _stop: str | None = None
@@ -43,9 +44,9 @@ class AnswerSequence:
     _text: list[str] = field(default_factory=list)
     _deltas: list[Delta] = field(default_factory=list)
 
-    def take(self, delta: Delta) -> tuple[Delta, Outputs | None]:
+    def take(self, delta: Delta, *, more: bool = False) -> tuple[Delta, Outputs | None]:
         """The delta that is sent, its end if a stop string ends it, and the response that it makes
-        due, None when it is kept for a later one."""
+        due, None when it is kept for a later one: always where there is `more` to come with it."""
         self.cached_tokens = delta.cached_tokens
         if len(delta.output_ids) and self.first_token_at is None:
             self.first_token_at = time.monotonic()
@@ -58,11 +59,13 @@ class AnswerSequence:
                 self._stop = said.stop
                 delta = _cut(delta, said.num_ids)
         self.num_output_tokens += len(delta.output_ids)
+        self.num_accepted_drafts += max(0, len(delta.output_ids) - 1)
         if delta.logprobs is not None:
             self._cumulative += float(delta.logprobs.chosen.sum(dtype=np.float64))
         self._deltas.append(delta)
         self.ended = delta.finish_reason is not None
-        if not self.ended and not (self.streamed and len(delta.output_ids)):
+        is_due = self.streamed and not more and any(len(d.output_ids) for d in self._deltas)
+        if not self.ended and not is_due:
             return delta, None
         outputs = self._outputs(delta)
         self._text.clear()
@@ -109,6 +112,7 @@ class AnswerSequence:
             outputs["num_input_tokens"] = _number(self.num_input_tokens)
         if shown.num_output_tokens:
             outputs["num_output_tokens"] = _number(self.num_output_tokens)
+            outputs["num_accepted_drafts"] = _number(self.num_accepted_drafts)
         if shown.log_probs:
             outputs["cum_log_probs"] = np.array([[self._cumulative]], dtype=np.float32)
         if shown.cumulative_logprob:

@@ -115,6 +115,7 @@ OUTPUTS = (
     Tensor("stop_reason", "STRING"),
     Tensor("num_input_tokens", "INT32"),
     Tensor("num_output_tokens", "INT32"),
+    Tensor("num_accepted_drafts", "INT32"),
     Tensor("cached_tokens", "INT32"),
     Tensor("output_log_probs", "FP32", -1),
     Tensor("top_log_prob_ids", "INT32", -1),

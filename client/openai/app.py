@@ -173,7 +173,7 @@ class _Proxy:
     # -- answers ----------------------------------------------------------------------------------
 
     async def _answer(self, request: Request, id: str, asked: Asked, *, chat: bool) -> Response:
-        counts = Counts(streamed=asked.stream)
+        counts = Counts()
         form = Format(id, self._settings.served_name, asked, chat=chat)
         answers = self._answers(asked, counts)
         headers = {"X-Request-Id": id}

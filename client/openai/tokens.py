@@ -90,9 +90,8 @@ class CompletionLogProbs:
 class Counts:
     """Tokens of one HTTP request, over all its prompts and choices."""
 
-    def __init__(self, *, streamed: bool) -> None:
-        self.prompt = self.cached = self.output = self.responses = 0
-        self._streamed = streamed
+    def __init__(self) -> None:
+        self.prompt = self.cached = self.output = self.accepted = 0
 
     def add(self, chunk: GenerateChunk) -> None:
         """Every chunk once. Of several answers to one prompt the first counts it."""
@@ -100,16 +99,13 @@ class Counts:
             self.cached += chunk.cached_tokens or 0
             self.prompt += chunk.num_input_tokens or 0
         self.output += int(chunk.output_ids.size)
-        self.responses += bool(chunk.output_ids.size)
+        self.accepted += chunk.num_accepted_drafts or 0
 
     def usage(self) -> dict[str, Any]:
-        usage: dict[str, Any] = {
+        return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.output,
             "total_tokens": self.prompt + self.output,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"accepted_prediction_tokens": self.accepted},
         }
-        if self._streamed:  # a response per step then; a step's tokens beyond one were drafts
-            accepted = self.output - self.responses
-            usage["completion_tokens_details"] = {"accepted_prediction_tokens": accepted}
-        return usage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -193,7 +194,12 @@ def test_eval_without_a_checkout_says_what_it_needs(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "client", tmp_path / "client")
     command = "from client.cli import main; raise SystemExit(main(['eval', '--task=arithmetic']))"
     ran = subprocess.run(
-        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 2
     assert "run eval from a checkout of the project, in its environment" in ran.stderr

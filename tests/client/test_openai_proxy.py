@@ -65,10 +65,11 @@ def test_chinese_and_emoji_stream_token_by_token(api: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in [*chunks, last]}) == 1
 
 
-def test_accepted_drafts_are_tokens_beyond_one_a_response(api: openai.OpenAI) -> None:
+def test_accepted_drafts_are_counted_streamed_and_whole(api: openai.OpenAI) -> None:
     usage = {"include_usage": True}
     *_, last = chat(api, "[pairs]abcdef", stream=True, stream_options=usage)
-    assert last.usage.completion_tokens_details.accepted_prediction_tokens == 3
+    for counted in (last.usage, chat(api, "[pairs]abcdef").usage):
+        assert counted.completion_tokens_details.accepted_prediction_tokens == 3
 
 
 def test_reasoning_is_split_from_content(api: openai.OpenAI) -> None:

@@ -215,6 +215,49 @@ def test_a_last_delta_that_cannot_be_sent_ends_its_stream(breaks_after: int) -> 
     assert client.wrongs == []
 
 
+class SlowClient(Client):
+    """A line on which a response takes 20 ms."""
+
+    def send(self, outputs: Outputs, *, final: bool) -> None:
+        time.sleep(0.02)
+        super().send(outputs, final=final)
+
+
+@pytest.mark.parametrize("ends_with_an_error", [False, True])
+def test_what_waits_for_a_slow_line_is_joined(ends_with_an_error: bool) -> None:
+    """Two sequences of 150 steps, of which each brings two tokens, faster than any can be sent:
+    both come whole and in order in a few responses, and an error comes behind them."""
+    client = SlowClient()
+    responder = Responder(lambda key, reason: None, lambda: None)
+    detokenizers = [Detokenizer([bytes([48 + i]) for i in range(10)]) for _ in range(2)]
+    sequences = [
+        AnswerSequence(f"k{i}", 1, True, AnswerText(detokenizers[i], None, 0), index=i)
+        for i in range(2)
+    ]
+    stream = ResponseStream("k", client, sequences)
+    responder.open(stream)
+    answers = np.random.default_rng(0).integers(0, 10, (2, 150, 2)).astype(np.int32)
+    for step in range(150):
+        last = FinishReason.LENGTH if step == 149 and not ends_with_an_error else None
+        for index in (0, 1):
+            responder.deliver(stream, index, Delta(answers[index, step], 7, last))
+    if ends_with_an_error:
+        responder.forget(stream, RequestError("internal", "a step failed"))
+    responder.start()
+    assert client.ended.wait(10)
+    responder.close()
+    for index in (0, 1):
+        mine = [o for o in client.received if o["sequence_index"].item() == index]
+        ids = np.concatenate([o["output_ids"][0] for o in mine])
+        assert ids.tolist() == answers[index].ravel().tolist()
+        assert b"".join(o["text_output"].item() for o in mine).decode() == "".join(map(str, ids))
+        if not ends_with_an_error:
+            assert mine[-1]["num_accepted_drafts"].item() == 150
+    assert len(client.received) == 2
+    assert [error.code for error in client.errors] == ["internal"] * ends_with_an_error
+    assert (client.wrongs, len(stream.waiting)) == ([], 0)
+
+
 def test_sequences_end_one_by_one() -> None:
     """The first ends with a stop string; only it is cancelled, and the last end is final."""
     client, cancelled, begun = Client(), list[tuple[str, FinishReason]](), list[str]()

@@ -25,7 +25,7 @@ _BEHAVIOURS = {
     306: "cached",  # says that 64 prompt tokens were cached
     307: "late_reason",  # the finish reason comes in a response of its own, without tokens
     309: "queue_full",  # refused as a server with a full queue does
-    308: "pairs",  # two tokens in each response
+    308: "pairs",  # two tokens in each response, of which it says that one was a draft
 }
 _INPUTS = (
     "text_input",
@@ -131,10 +131,10 @@ class TritonPythonModel:
         cached = 64 if "cached" in asked else 0
         if "describe_inputs" in asked:
             text_output = _describe(values, request_id)
-            self._send(sender, text_output, [], "length", prompt.size, 0, cached, final)
+            self._send(sender, text_output, [], "length", prompt.size, 0, 0, cached, final)
             return
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        ids, texts, made, reason = [], [], 0, None
+        ids, texts, made, accepted, reason = [], [], 0, 0, None
         while reason is None:
             if sender.is_cancelled():
                 failure = pb_utils.TritonError("cancelled", pb_utils.TritonError.CANCELLED)
@@ -153,20 +153,20 @@ class TritonPythonModel:
             ids.append(token)
             texts.append(decoder.decode(bytes([token]), final=reason is not None))
             whole = "pairs" not in asked or len(ids) == 2
+            accepted += "pairs" in asked and made % 2 == 0
             if reason is not None and "late_reason" in asked:
-                self._send(sender, "".join(texts), ids, None, prompt.size, made, cached, 0)
+                self._send(sender, "".join(texts), ids, None, prompt.size, made, 0, cached, 0)
                 ids, texts, cached = [], [], None
             if reason is not None or ((stream or "several_responses" in asked) and whole):
                 ends = reason is not None and "empty_final" not in asked
                 shown = None if "no_finish_reason" in asked else reason
-                self._send(
-                    sender, "".join(texts), ids, shown, prompt.size, made, cached, final * ends
-                )
+                counts = prompt.size, made, accepted, cached
+                self._send(sender, "".join(texts), ids, shown, *counts, final * ends)
                 ids, texts, cached = [], [], None
         if "empty_final" in asked:
             sender.send(flags=final)
 
-    def _send(self, sender, text, ids, reason, num_input, num_output, cached, flags):
+    def _send(self, sender, text, ids, reason, num_input, num_output, accepted, cached, flags):
         string = lambda value: np.array([[value.encode()]], dtype=np.object_)  # noqa: E731
         number = lambda value: np.array([[value]], dtype=np.int32)  # noqa: E731
         outputs = [
@@ -180,5 +180,6 @@ class TritonPythonModel:
                 pb_utils.Tensor("finish_reason", string(reason)),
                 pb_utils.Tensor("num_input_tokens", number(num_input)),
                 pb_utils.Tensor("num_output_tokens", number(num_output)),
+                pb_utils.Tensor("num_accepted_drafts", number(accepted)),
             ]
         sender.send(pb_utils.InferenceResponse(output_tensors=outputs), flags=flags)
