@@ -42,43 +42,69 @@ def collapse(residual: Residual, norm: torch.Tensor, config: ModelConfig) -> tor
     return rms_norm(hc_collapse(residual.streams, residual.pre), norm, config.rms_norm_eps)
 
 
+class SublayerInput(NamedTuple):
+    """The streams before a sublayer, its own mix of them, and what it sees of them."""
+
+    streams: torch.Tensor  # [T, S, D]
+    mix: HcMix
+    u: torch.Tensor  # [T, D]
+
+
+class SublayerOutput(NamedTuple):
+    """What a sublayer made, not yet written back: the next one's input takes it from here, in one
+    pass over the streams."""
+
+    streams: torch.Tensor  # [T, S, D] before the sublayer
+    y: torch.Tensor  # [T, D]
+    mix: HcMix
+
+    def written(self) -> Residual:
+        return Residual(hc_expand(self.streams, self.y, self.mix.post, self.mix.comb), self.mix.pre)
+
+
+def written(before: Residual | SublayerOutput) -> Residual:
+    return before.written() if isinstance(before, SublayerOutput) else before
+
+
+def sublayer_input(
+    before: Residual | SublayerOutput, hc: HyperWeights, norm: torch.Tensor, config: ModelConfig
+) -> SublayerInput:
+    """The input of the sublayer with mix weights `hc` and input norm [D]."""
+    operands = hc.fn, hc.base, hc.scale
+    sizes: dict[str, Any] = {
+        "sinkhorn_iters": config.hc_sinkhorn_iters,
+        "hc_eps": config.hc_eps,
+        "norm_eps": config.rms_norm_eps,
+    }
+    if isinstance(before, Residual):
+        mix = hc_mix(before.streams, *operands, **sizes)
+        return SublayerInput(before.streams, mix, collapse(before, norm, config))
+    streams, y, last = before
+    made = mega_mhc(streams, y, last.post, last.comb, last.pre, *operands, norm, **sizes)
+    return SublayerInput(*made)
+
+
+def attention_input(
+    before: Residual | SublayerOutput, weights: LayerWeights, config: ModelConfig
+) -> SublayerInput:
+    return sublayer_input(before, weights.attn_hc, weights.attn_norm, config)
+
+
 def after_attention(
-    residual: Residual,
+    attention: SublayerInput,
     y: torch.Tensor,
     weights: LayerWeights,
     config: ModelConfig,
     *,
     top_k: int,
     is_image: torch.Tensor | None,
-) -> Residual:
-    """The rest of a layer, given its input and its attention's output y [T, D]."""
-    attn = _mix(residual.streams, weights.attn_hc, config)
-    streams, ffn, u = mega_mhc(
-        residual.streams,
-        y,
-        *(attn.post, attn.comb, attn.pre),
-        *_operands(weights.ffn_hc),
-        weights.ffn_norm,
-        **_sizes(config),
+) -> SublayerOutput:
+    """The rest of a layer, given its attention's input and output y [T, D]."""
+    before = SublayerOutput(attention.streams, y, attention.mix)
+    ffn = sublayer_input(before, weights.ffn_hc, weights.ffn_norm, config)
+    return SublayerOutput(
+        ffn.streams, experts(ffn.u, weights.moe, config, top_k, is_image), ffn.mix
     )
-    y = experts(u, weights.moe, config, top_k, is_image)
-    return Residual(hc_expand(streams, y, ffn.post, ffn.comb), ffn.pre)
-
-
-def _mix(streams: torch.Tensor, weights: HyperWeights, config: ModelConfig) -> HcMix:
-    return hc_mix(streams, *_operands(weights), **_sizes(config))
-
-
-def _operands(weights: HyperWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return weights.fn, weights.base, weights.scale
-
-
-def _sizes(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "sinkhorn_iters": config.hc_sinkhorn_iters,
-        "hc_eps": config.hc_eps,
-        "norm_eps": config.rms_norm_eps,
-    }
 
 
 def experts(

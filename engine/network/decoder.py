@@ -15,7 +15,14 @@ from engine.batch import RaggedBatch
 from engine.cache_view import CacheView
 from engine.config import ModelConfig
 from engine.network.attention import attention
-from engine.network.block import Residual, after_attention, collapse
+from engine.network.block import (
+    Residual,
+    SublayerOutput,
+    after_attention,
+    attention_input,
+    collapse,
+    written,
+)
 from engine.network.precision import wide
 from engine.network.rope import RopeTables
 from engine.network.rows import SegmentRows
@@ -45,12 +52,14 @@ class Decoder:
         rows = SegmentRows.of_decoder(batch, cache, config)
         published: Selection | None = None
         features = []
+        state: Residual | SublayerOutput = residual
         for layer in range(config.decoder_start, config.num_hidden_layers):
             weights = self._weights.layers[layer]
+            x = attention_input(state, weights, config)
             if layer in config.dspark_target_layer_ids:
-                features.append(_stream_mean(residual.streams))
+                features.append(_stream_mean(x.streams))
             y, published = attention(
-                collapse(residual, weights.attn_norm, config),
+                x.u,
                 layer,
                 weights.attention,
                 config,
@@ -59,15 +68,15 @@ class Decoder:
                 self._rope.of(layer),
                 published,
             )
-            residual = after_attention(
-                residual,
+            state = after_attention(
+                x,
                 y,
                 weights,
                 config,
                 top_k=config.num_experts_per_tok,
                 is_image=rows.is_image,
             )
-        h = collapse(residual.rows(batch.logit_rows), self._weights.norm, config)
+        h = collapse(written(state).rows(batch.logit_rows), self._weights.norm, config)
         logits = linear(h.to(wide(h.dtype)), self._weights.head)
         return DecoderOutput(logits, torch.cat(features, dim=-1))
 

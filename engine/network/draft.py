@@ -15,7 +15,14 @@ from engine.batch import DraftBatch
 from engine.cache_view import CacheView
 from engine.config import ModelConfig
 from engine.network.attention import output, queries, query_latent, window_row
-from engine.network.block import after_attention, collapse, embed
+from engine.network.block import (
+    Residual,
+    SublayerOutput,
+    after_attention,
+    attention_input,
+    embed,
+    written,
+)
 from engine.network.precision import wide
 from engine.network.rope import RopeTables
 from engine.network.rows import window_keys
@@ -91,17 +98,18 @@ class Draft:
         anchors = batch.anchors.unsqueeze(1)
         noise = torch.full_like(anchors, config.dspark_noise_token_id).expand(-1, block - 1)
         tokens = torch.cat([anchors, noise], dim=1)
-        residual = embed(tokens.flatten(), self._embed, config)
+        state: Residual | SublayerOutput = embed(tokens.flatten(), self._embed, config)
         for layer, stage in enumerate(self._weights.stages, config.num_hidden_layers):
-            u = collapse(residual, stage.attn_norm, config)
-            residual = after_attention(
-                residual,
-                self._attention(u, layer, stage.attention, rows, cache),
+            x = attention_input(state, stage, config)
+            state = after_attention(
+                x,
+                self._attention(x.u, layer, stage.attention, rows, cache),
                 stage,
                 config,
                 top_k=config.dspark_num_experts_per_tok,
                 is_image=None,
             )
+        residual = written(state)
         return hc_collapse(residual.streams, residual.pre)
 
     def _attention(

@@ -13,7 +13,15 @@ from engine.batch import RaggedBatch
 from engine.cache_view import CacheView
 from engine.config import ModelConfig
 from engine.network.attention import attention
-from engine.network.block import Residual, after_attention, collapse, embed
+from engine.network.block import (
+    Residual,
+    SublayerOutput,
+    after_attention,
+    attention_input,
+    collapse,
+    embed,
+    written,
+)
 from engine.network.compress import compress
 from engine.network.engram import EngramHash, EngramMemories, inject
 from engine.network.rope import RopeTables
@@ -46,18 +54,18 @@ class Encoder:
         layers, embedding = self._weights.layers, self._weights.embed
         engram = EngramMemories(self._engram.rows(batch), layers, embedding.dtype)
         self.engram_seconds = engram.seconds
-        residual = embed(batch.tokens, embedding, config)
+        state: Residual | SublayerOutput = embed(batch.tokens, embedding, config)
         published: Selection | None = None
         for layer in range(config.decoder_start):
             weights = layers[layer]
-            residual = self._inject(layer, residual, engram, rows)
-            u = collapse(residual, weights.attn_norm, config)
-            self._compress(layer, u, entry_rows, cache)
+            state = self._inject(layer, state, engram, rows)
+            x = attention_input(state, weights, config)
+            self._compress(layer, x.u, entry_rows, cache)
             y, published = attention(
-                u, layer, weights.attention, config, rows, cache, self._rope.of(layer), published
+                x.u, layer, weights.attention, config, rows, cache, self._rope.of(layer), published
             )
-            residual = after_attention(
-                residual,
+            state = after_attention(
+                x,
                 y,
                 weights,
                 config,
@@ -65,7 +73,7 @@ class Encoder:
                 is_image=rows.is_image,
             )
         layer = config.decoder_start
-        residual = self._inject(layer, residual, engram, rows)
+        residual = written(self._inject(layer, state, engram, rows))
         u = collapse(residual, layers[layer].attn_norm, config)
         self._compress(layer, u, entry_rows, cache)
         return residual.rows(batch.decoder_rows)
@@ -73,15 +81,16 @@ class Encoder:
     def _inject(
         self,
         layer: int,
-        residual: Residual,
+        state: Residual | SublayerOutput,
         engram: EngramMemories,
         rows: SegmentRows,
-    ) -> Residual:
+    ) -> Residual | SublayerOutput:
         weights = self._weights.layers[layer].engram
         if weights is None:
-            return residual
+            return state
+        residual, memory = written(state), engram.take(layer)
         eps = self._config.rms_norm_eps
-        streams = inject(residual.streams, engram.take(layer), weights, rows.is_image, eps)
+        streams = inject(residual.streams, memory, weights, rows.is_image, eps)
         return Residual(streams, residual.pre)
 
     def _compress(self, layer: int, u: torch.Tensor, rows: CompressRows, cache: CacheView) -> None:

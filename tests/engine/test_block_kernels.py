@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.network import Network, block
-from engine.network.block import Residual, after_attention, collapse
+from engine.network.block import Residual, after_attention, attention_input
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -42,12 +42,12 @@ def test_the_golden_experts_and_streams(
     def half_layer(dtype: torch.dtype) -> list[torch.Tensor]:
         residual = Residual(streams.to(dtype), pre.to(dtype))
         layer = weights[dtype]
-        u = collapse(residual, layer.attn_norm, config)
+        entered = attention_input(residual, layer, config)
         top_k = config.num_experts_per_tok
-        return [
-            u,
-            *after_attention(residual, y.to(dtype), layer, config, top_k=top_k, is_image=None),
-        ]
+        left = after_attention(entered, y.to(dtype), layer, config, top_k=top_k, is_image=None)
+        # Through the next layer's input both passes over the streams are taken.
+        after = attention_input(left, layer, config)
+        return [entered.u, *left.written(), after.streams, *after.mix, after.u]
 
     expected = half_layer(torch.float64)
     called = set()

@@ -11,7 +11,7 @@ from ragged import Timeline, make_batch, run_alone
 
 from engine.network import Network
 from engine.network.attention import output, queries, query_latent, window_row
-from engine.network.block import Residual, after_attention, experts
+from engine.network.block import Residual, after_attention, attention_input, experts
 from engine.network.weights import HyperWeights, LayerWeights, MoeWeights
 from plugins.formats.rows import ValueRows
 from plugins.linear import LinearWeight
@@ -70,13 +70,16 @@ def test_the_carried_pre_is_the_expert_sublayers_own(network64: Network) -> None
         random_rows(3, config.hc_mult, config.hidden_size), random_rows(3, config.hc_mult)
     )
     y = random_rows(3, config.hidden_size, seed=2)
-    result = after_attention(residual, y, layer, config, top_k=2, is_image=None)
+
+    def through(before: Residual) -> Residual:
+        entered = attention_input(before, layer, config)
+        return after_attention(entered, y, layer, config, top_k=2, is_image=None).written()
+
+    result = through(residual)
     expected = 1 / (1 + torch.exp(torch.tensor(-2.0, dtype=torch.float64))) + config.hc_eps
     assert (result.pre - expected).abs().max() < 1e-15
     # The residual's own pre was consumed by the attention's collapse, before this point.
-    other = after_attention(
-        Residual(residual.streams, residual.pre + 1), y, layer, config, top_k=2, is_image=None
-    )
+    other = through(Residual(residual.streams, residual.pre + 1))
     assert torch.equal(result.streams, other.streams)
 
 
