@@ -129,14 +129,16 @@ def step_of(case: Case, limits: CoreLimits, *, seed: int = 0) -> StepPlan:
     )
 
 
-def prompt_steps(tokens: int, limits: CoreLimits, *, chunk: int) -> list[StepPlan]:
-    """The steps of one cold prompt of so many tokens in chunks, whose decoder runs at its end."""
+def prompt_steps(tokens: int, limits: CoreLimits, *, chunk: int, hit: int = 0) -> list[StepPlan]:
+    """The steps of one prompt of so many tokens in chunks, whose decoder runs at its end; `hit` of
+    them were found in the prefix cache."""
     tail = limits.replay.decoder_tail
     floor = 0 if tail is None else max(0, tokens - tail)
     plans = []
-    for start in range(0, tokens, chunk):
+    for start in range(hit, tokens, chunk):
         end = min(start + chunk, tokens)
-        plan = step_of(parse(f"chunk={end - start}@{end}c"), limits)
+        follows = "c" if start > hit or not hit else ""
+        plan = step_of(parse(f"chunk={end - start}@{end}{follows}"), limits)
         arrays = replace(
             plan.arrays,
             decoder_floor=np.array([floor]),

@@ -5,12 +5,11 @@
 * `replay`: prefill of one prompt at the real dimensions, one of eight ranks: bounded replay off, on
   one launch at a time, and on with graphs;
 * `decode`: 32 requests at contexts from 64K to 855K, and a single user with and without drafts;
-* `agreement`: TinyFlash on the GPU's executor against the float64 reference.
-
+* `agreement`: TinyFlash on the GPU's executor against the float64 reference;
 * `engram`: a decode step with the Engram tables in the device's memory and in the host's;
 * `served`: TinyFlash behind the serving core, in this process: tokens a second with and without
   graphs and drafts;
-* `hit`: 32K new tokens behind a cached prefix of 128K, with the time of each kernel.
+* `hit`: 32K new tokens behind a cached prefix of 128K (benchmarks/forward/hit.py).
 
 One JSON object a row, as benchmarks/forward/run.py and agreement.py make them. What `--minutes`
 leave no time for is named as skipped.
@@ -33,6 +32,7 @@ import torch
 
 from benchmarks.forward.agreement import agreement
 from benchmarks.forward.cases import parse, prompt_steps
+from benchmarks.forward.hit import hit_rows
 from benchmarks.forward.run import DEFAULT_ENGRAM_ROWS, limits_for, measure, rank_config
 from benchmarks.forward.served import served_rows
 from benchmarks.forward.steps import Step, Steps, filled_pools
@@ -46,7 +46,6 @@ CHUNK = 16384
 DECODE = tuple(f"{name}=32*1@{context}" for name, context in (
     ("64K", 65_536), ("128K", 131_072), ("256K", 262_144), ("512K", 524_288), ("855K", 855_040),
 ))  # fmt: skip
-HIT = ("hit=32768@163840",)
 SINGLE = ("one=1*1@8192", "drafts=1*6@8192:5", "verify=16*6@131072:5")
 
 ENGRAM = "engram=64*1@8192"
@@ -99,13 +98,6 @@ def decode_rows(network: Network, device: str) -> Iterator[Row]:
             yield {"row": "decode", **made}
         del pools
         _free()
-
-
-def hit_rows(network: Network, device: str) -> Iterator[Row]:
-    case = parse(HIT[0])
-    limits = limits_for([case], network.config, replay=True, draft=False)
-    pools = filled_pools(network, limits, device)
-    yield {"row": "hit", **measure(case, network, pools, limits, device=device, graphs=False)}
 
 
 def engram_rows(network: Network, device: str) -> Iterator[Row]:
