@@ -75,11 +75,13 @@ def _serve(options: ServeOptions) -> int:
             options.addresses,
             options.model_parameters(),
             drain_seconds=options.drain_seconds,
+            slow_reader_seconds=options.slow_reader_seconds,
             log=log,
             on_event=on_event,
         )
         try:
             if server.wait_until_ready(stop_asked.is_set):
+                _cut_slow_readers(server, options.slow_reader_seconds)
                 _say_ready(options, time.monotonic() - started)
             while not stop_asked.wait(_POLL_SECONDS):
                 reason = "the serving core failed" if core_failed.is_set() else server.failure()
@@ -108,6 +110,14 @@ def _check_engine(options: ServeOptions) -> None:
     )
     if checked.text is None:
         _say("the engine has no tokenizer.json: it takes and gives token ids only")
+
+
+def _cut_slow_readers(server: ServerProcess, seconds: float) -> None:
+    if seconds:
+        try:
+            server.cut_slow_readers(seconds)
+        except OSError as error:
+            _say(f"HTTP clients that do not read are not cut: {error.strerror}")
 
 
 def _say_ready(options: ServeOptions, seconds: float) -> None:

@@ -34,6 +34,9 @@ def add(commands: Any) -> None:
     option("--max-in-flight", type=positive, default=1024, help="generations at once")
     option("--cors-origin", action="append", help="https://host of pages that may call")
     option("--drain-seconds", type=positive, default=10, help="for running answers at a stop")
+    option(
+        "--slow-reader-seconds", type=positive, default=60, help="then, taking nothing, it is cut"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         cors_origins=tuple(arguments.cors_origin or ()),
     )
     _check_tls(arguments.tls_certificate, arguments.tls_key)
-    listening = _listen(arguments.host, arguments.port)
+    listening = _listen(arguments.host, arguments.port, arguments.slow_reader_seconds)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     server = uvicorn.Server(
         uvicorn.Config(
@@ -103,10 +106,15 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
         ) from None
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, patience: int) -> socket.socket:
+    """Connections inherit the patience, seconds: the system resets one whose client takes nothing
+    for so long, and its answer ends as one whose client left."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience * 1000)
+        return listening
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"expected an address to listen on, but {error}: {host} port {port}"

@@ -20,6 +20,7 @@ from python_backend.host.process import Addresses
 from python_backend.settings import ServeSettings
 
 DEFAULT_DRAIN_SECONDS = 10.0
+DEFAULT_SLOW_READER_SECONDS = 60.0
 SETTING_HELP = {
     "dtype": "compute type: float32, bfloat16 or float64",
     "executor": "torch, or plan: the engine's TensorRT plans, on a GPU",
@@ -63,6 +64,7 @@ class ServeOptions:
     engine: Path
     addresses: Addresses
     drain_seconds: float
+    slow_reader_seconds: float
     log_file: Path | None
     settings: Mapping[str, Any]
 
@@ -83,6 +85,7 @@ def read_options(arguments: Sequence[str] | None = None) -> ServeOptions:
     if not isinstance(engine, str | Path) or not str(engine):
         raise HostError("expected --engine DIR, an engine made by dsv41-build engine, got none")
     drain = values.pop("drain_seconds", DEFAULT_DRAIN_SECONDS)
+    patience = values.pop("slow_reader_seconds", DEFAULT_SLOW_READER_SECONDS)
     log_file = values.pop("log_file", None)
     addresses = {field.name: values.pop(field.name, field.default) for field in fields(Addresses)}
     if values:
@@ -91,6 +94,7 @@ def read_options(arguments: Sequence[str] | None = None) -> ServeOptions:
         engine=Path(engine),
         addresses=Addresses(**{name: _address(name, v) for name, v in addresses.items()}),
         drain_seconds=_seconds("drain_seconds", drain),
+        slow_reader_seconds=_seconds("slow_reader_seconds", patience),
         log_file=None if log_file is None else Path(log_file),
         settings={name: value for name, value in settings.items() if value is not None},
     )
@@ -160,6 +164,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="X",
         help=f"at stop, time for running requests to end ({DEFAULT_DRAIN_SECONDS:g})",
+    )
+    _option(
+        server,
+        "slow_reader_seconds",
+        type=float,
+        metavar="X",
+        help="a client that takes nothing for so long is cut, 0: never "
+        f"({DEFAULT_SLOW_READER_SECONDS:g})",
     )
     _option(server, "log_file", type=Path, metavar="FILE", help="JSON log lines (stderr)")
     model = parser.add_argument_group("model")

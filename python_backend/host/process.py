@@ -26,6 +26,7 @@ from python_backend.host.files import ServerFiles, server_command
 from python_backend.host.instances import Instance
 from python_backend.host.output import ServerOutput
 from python_backend.host.repository import MODEL_NAME, write_repository
+from python_backend.host.slow_readers import cut_slow_readers
 
 EXIT_SECONDS = 2  # the server's wait for connections that clients keep open without a request
 _KILL_SECONDS = 15.0
@@ -34,6 +35,7 @@ _KILL_SECONDS = 15.0
 # request has its last response, unloading gets so long.
 _LEFT_BEHIND_SECONDS = 3.0
 _POLL_SECONDS = 0.1
+_MOST_PING_SECONDS = 20.0  # that a gRPC client may take to answer one
 _UNLOAD_HEADER = "dsv41-serve"
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -118,11 +120,13 @@ class ServerProcess:
         parameters: Mapping[str, str],
         *,
         drain_seconds: float,
+        slow_reader_seconds: float,
         log: IO[str],
         on_event: Callable[[dict[str, Any]], None],
     ) -> ServerProcess:
-        """Start the server on a repository of its own. Raises HostError or OSError, and then leaves
-        nothing."""
+        """Start the server on a repository of its own. gRPC clients that answer no ping for
+        `slow_reader_seconds`, 0 is never, lose their connection. Raises HostError or OSError, and
+        then leaves nothing."""
         instance = Instance.create()
         try:
             files.link(instance.folder)
@@ -147,6 +151,7 @@ class ServerProcess:
                     f"--http-restricted-api={restricted}",
                     f"--grpc-restricted-protocol={restricted}",
                     f"--exit-timeout-secs={EXIT_SECONDS}",
+                    *_pings(slow_reader_seconds),
                 ],
                 env=files.environment(),
                 stdout=subprocess.PIPE,
@@ -186,6 +191,11 @@ class ServerProcess:
         self._stub = stubs[0] if stubs else None
         _make_one_token(self._addresses.url("grpc"))
         return True
+
+    def cut_slow_readers(self, seconds: float) -> None:
+        """Of HTTP, see `host.slow_readers`. Raises OSError where the system forbids it."""
+        port = self._addresses.http_port
+        cut_slow_readers(psutil.Process(self._process.pid), port, seconds)
 
     def failure(self) -> str | None:
         """Why the server no longer serves, None while it does."""
@@ -282,6 +292,15 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _pings(seconds: float) -> list[str]:
+    """How often a gRPC client must answer; a process that is stopped or gone does not."""
+    if not seconds:
+        return []
+    patience = min(seconds, _MOST_PING_SECONDS)
+    milliseconds = {"time": round(seconds * 1e3), "timeout": round(patience * 1e3)}
+    return [f"--grpc-keepalive-{name}={value}" for name, value in milliseconds.items()]
 
 
 def _die_with_parent() -> None:
