@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from client.openai.errors import ApiError, refused
@@ -38,6 +39,16 @@ def guide_of(fields: Sampling) -> Guide | None:
             "tools", "an answer of a given form calls none; send tool_choice none or no form"
         )
     return _of_tool_choice(chat)
+
+
+def told_schema(fields: ChatFields) -> Mapping[str, Any] | None:
+    """The schema that response_format asks for, which the model's prompt has a place for."""
+    form = fields.response_format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object" or form.json_schema is None:
+        return {"type": "object"}
+    return form.json_schema.schema_
 
 
 def _of_tool_choice(fields: ChatFields) -> Guide | None:

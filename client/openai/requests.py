@@ -9,7 +9,7 @@ from typing import Any
 
 from client.openai.errors import ApiError, refused
 from client.openai.fields import ChatFields, CompletionFields, Message, Sampling
-from client.openai.guides import guide_of
+from client.openai.guides import guide_of, told_schema
 from client.protocol import INVALID_ARGUMENT, GenerateRequest
 
 # Passed on under the same name.
@@ -57,7 +57,7 @@ def chat_request(fields: ChatFields, id: str) -> Asked:
         most_tokens,
         log_probs,
         id,
-        messages=[_message(message) for message in fields.messages],
+        messages=_messages(fields),
         tools=tools or None,
         thinking=reasons or None,
         reasoning_effort=effort,
@@ -159,6 +159,18 @@ def _tools(fields: ChatFields) -> list[Mapping[str, Any]]:
         }
         for tool in fields.tools or ()
     ]
+
+
+def _messages(fields: ChatFields) -> list[Mapping[str, Any]]:
+    """The first system message, an empty one where there is none, tells the form of the answer."""
+    messages = [_message(message) for message in fields.messages]
+    schema = told_schema(fields)
+    if schema is None:
+        return messages
+    if messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": ""})
+    messages[0] = {**messages[0], "response_format": schema}
+    return messages
 
 
 def _message(message: Message) -> Mapping[str, Any]:

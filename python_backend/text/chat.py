@@ -6,23 +6,27 @@ these strings. `chat_input` judges what comes from outside.
 Messages are mappings with `role` "system", "user", "assistant" or "tool" and `content`; assistant
 messages may have `reasoning_content` and `tool_calls` (each with `id` and `function`: `name`,
 `arguments` as a mapping or as JSON text), tool messages a `tool_call_id`. Tools are given in the
-`{"type": "function", "function": {...}}` form.
+`{"type": "function", "function": {...}}` form. A system message may have a `response_format`, the
+JSON schema of the reply.
 
 The rules (the released encoder's; in the examples `·` joins special strings and text):
 
 * No newline anywhere around role markers. The text starts with begin-of-sentence.
 * The System token comes first when the conversation thinks, has tools, or begins with a system
-  message: once, before the effort line, the system text and the tools section.
+  message: once, before the effort line, the system text, the tools section and the section of the
+  reply's format, with a blank line before each section.
 * Runs of user and tool messages make one user turn, parts joined by a blank line, tool results in
   the order of the calls. Later system messages have their own System token.
-* A turn that an assistant answers ends in `Assistant·<think>` or `Assistant·</think>`: the former
-  in thinking mode for the last turn, and for every turn when reasoning is kept.
-* Reasoning of earlier turns is dropped, unless tools are defined: then all of it is kept.
+* A user turn or a later system message that an assistant answers ends in `Assistant·<think>` or
+  `Assistant·</think>`: the former in thinking mode for the last turn, and for every turn when
+  reasoning is kept. A first system message answered by the assistant has no such end.
+* Reasoning of earlier turns is dropped, unless tools are defined: then all of it is kept. Tool
+  results alone begin no turn.
 * A conversation that ends in a user (or system) turn is a prompt; one that ends in an assistant
   message ends in end-of-sentence.
 
-The words of the tools section are this project's own. Checkpoints trained elsewhere expect their
-own words there.
+The words of the two sections are this project's own. Checkpoints trained elsewhere expect their own
+words there.
 """
 
 from __future__ import annotations
@@ -67,6 +71,14 @@ A value with string="true" is text as it stands; with string="false" it is JSON.
 """
 
 
+_FORMAT_SECTION = """
+
+## Response Format
+
+The reply is JSON of this schema and nothing else:
+%s"""
+
+
 class Segment(NamedTuple):
     """A stretch of the rendered text. `generated`: the model itself writes it in this context."""
 
@@ -77,7 +89,9 @@ class Segment(NamedTuple):
 class _Turn(NamedTuple):
     role: Literal["system", "user", "assistant"]
     text: str
-    reasoning: str
+    reasoning: str = ""
+    section: str = ""  # behind a system text
+    has_text: bool = True  # False for a user turn of tool results alone
 
 
 def render(
@@ -121,6 +135,7 @@ def render_segments(
         given += turns[0].text
     if tools:
         given += "\n\n" + _TOOLS_SECTION % "\n".join(_json(tool["function"]) for tool in tools)
+    given += turns[0].section
 
     segments: list[Segment] = []
     for i, turn in enumerate(turns):
@@ -139,8 +154,9 @@ def render_segments(
         if turn.role == "user":
             given += USER + turn.text
         elif i > 0:
-            given += SYSTEM + turn.text
-        if i + 1 == len(turns) or turns[i + 1].role == "assistant":
+            given += SYSTEM + turn.text + turn.section
+        is_greeting = i == 0 and turn.role == "system"
+        if i + 1 == len(turns) or (turns[i + 1].role == "assistant" and not is_greeting):
             opens = thinking and (keep_reasoning or i >= last_question)
             given += ASSISTANT + (THINK_START if opens else THINK_END)
     if given:
@@ -149,7 +165,8 @@ def render_segments(
 
 
 def _asks(turn: _Turn, index: int) -> bool:
-    return turn.role == "user" or (turn.role == "system" and index > 0)
+    """Tool results alone go on with the turn before them."""
+    return turn.has_text and (turn.role == "user" or (turn.role == "system" and index > 0))
 
 
 def _effort_line(effort: int) -> str:
@@ -175,7 +192,8 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
             while end < len(messages) and messages[end]["role"] in ("user", "tool"):
                 end += 1
             parts = _user_parts(messages[index:end], call_order)
-            turns.append(_Turn("user", "\n\n".join(parts), ""))
+            has_text = any(each["role"] == "user" for each in messages[index:end])
+            turns.append(_Turn("user", "\n\n".join(parts), has_text=has_text))
             index = end
             continue
         if role == "assistant":
@@ -184,7 +202,9 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
             text = (message.get("content") or "") + _render_calls(calls)
             turns.append(_Turn("assistant", text, message.get("reasoning_content") or ""))
         elif role == "system":
-            turns.append(_Turn("system", message.get("content") or "", ""))
+            form = message.get("response_format")
+            section = "" if form is None else _FORMAT_SECTION % _json(form)
+            turns.append(_Turn("system", message.get("content") or "", section=section))
         else:
             raise ValueError(
                 f'expected a role of "system", "user", "assistant" or "tool", got "{role}"; '

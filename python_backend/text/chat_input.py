@@ -18,7 +18,7 @@ from python_backend.text import chat
 MAX_JSON_BYTES = 16 * 2**20
 
 _FIELDS = {
-    "system": {"role", "content"},
+    "system": {"role", "content", "response_format"},
     "user": {"role", "content"},
     "assistant": {"role", "content", "reasoning_content", "tool_calls"},
     "tool": {"role", "content", "tool_call_id"},
@@ -119,6 +119,8 @@ def _messages(values: list[Any]) -> list[chat.Message]:
             call_ids = _assistant(where, message)
         else:
             _string(f"{where}.content", message.get("content"))
+        if message.get("response_format") is not None:
+            _object(f"{where}.response_format", message["response_format"])
         if role == "tool" and _string(f"{where}.tool_call_id", message.get("tool_call_id")) not in (
             call_ids
         ):

@@ -104,6 +104,23 @@ def test_forms_of_an_answer(fields: dict[str, Any], kind: str | None, guide: str
     assert request.guided_decoding_guide == guide
 
 
+def test_the_model_is_told_the_form() -> None:
+    """In the first system message, which is made where there is none."""
+    schema = {"type": "integer"}
+    by_schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    user = {"role": "user", "content": "a"}
+    developer = {"role": "developer", "content": "be brief"}
+    for form, messages, first in (
+        (by_schema, [user], {"content": "", "response_format": schema}),
+        (by_schema, [developer, user], {"content": "be brief", "response_format": schema}),
+        ({"type": "json_object"}, [user], {"content": "", "response_format": {"type": "object"}}),
+    ):
+        body = {"model": "m", "messages": messages, "response_format": form}
+        asked = chat_request(read_body(ChatFields, json.dumps(body).encode()), "id")
+        (request,) = asked.requests
+        assert request.messages == [{"role": "system", **first}, user]
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

@@ -84,6 +84,29 @@ def test_a_later_system_message_is_answered_like_a_user_message() -> None:
     )
 
 
+def test_a_first_system_message_that_the_assistant_answers_has_no_header() -> None:
+    first = {"role": "system", "content": "greet"}
+    assert chat.render([first, A1, Q1]) == (f"{BOS}{SYSTEM}greeta1{EOS}{USER}q1{ASSISTANT}</think>")
+    assert chat.render([first]) == f"{BOS}{SYSTEM}greet{ASSISTANT}</think>"
+
+
+def test_the_format_of_the_reply_stands_behind_the_tools_and_each_system_text() -> None:
+    form = {"type": "object", "title": "é"}
+    section = (
+        "\n\n## Response Format\n\nThe reply is JSON of this schema and nothing else:\n"
+        '{"type": "object", "title": "é"}'
+    )
+    first = {"role": "system", "content": "", "response_format": form}
+    assert chat.render([first, Q1], mode="thinking") == (
+        f"{BOS}{SYSTEM}{EFFORT_75}{section}{USER}q1{ASSISTANT}<think>"
+    )
+    with_tools = chat.render([first, Q1], tools=[TOOL])
+    assert with_tools.startswith(f"{BOS}{SYSTEM}\n\n## Tools\n\n")
+    assert with_tools.endswith(f"\n{section}{USER}q1{ASSISTANT}</think>")
+    later = {"role": "system", "content": "now", "response_format": form}
+    assert chat.render([Q1, A1, later]).endswith(f"{SYSTEM}now{section}{ASSISTANT}</think>")
+
+
 def test_tool_calls_and_results() -> None:
     messages: list[chat.Message] = [
         Q1,
@@ -114,6 +137,16 @@ def test_tool_calls_and_results() -> None:
         f"{USER}<tool_result>[1]</tool_result>\n\n<tool_result>noon</tool_result>\n\nand?"
         f"{ASSISTANT}</think>"
     )
+
+
+def test_tool_results_alone_begin_no_turn() -> None:
+    """Without tools defined: the reasoning that led to the call is still shown."""
+    calling = {**A1, "reasoning_content": "r1", "tool_calls": [call("x", "now", "{}")]}
+    result = {"role": "tool", "tool_call_id": "x", "content": "noon"}
+    text = chat.render([Q1, calling, result], mode="thinking")
+    assert f"{ASSISTANT}<think>r1</think>a1" in text
+    assert text.endswith(f"{USER}<tool_result>noon</tool_result>{ASSISTANT}<think>")
+    assert "r1" not in chat.render([Q1, calling, result, Q2], mode="thinking")
 
 
 def test_arguments_may_be_json_text() -> None:

@@ -48,6 +48,11 @@ def test_a_question_with_every_option() -> None:
     assert text.endswith("<｜User｜>q<｜Assistant｜><think>")
 
 
+def test_the_format_of_the_reply_is_told() -> None:
+    text = rendered([{"role": "system", "content": "s", "response_format": {"type": "null"}}, Q])
+    assert '\n{"type": "null"}<｜User｜>q<｜Assistant｜></think>' in text
+
+
 @pytest.mark.parametrize(("effort", "number"), [("low", 50), ("high", 75), ("7", 7), ("100", 100)])
 def test_effort(effort: str, number: int) -> None:
     text = rendered([Q], thinking=True, reasoning_effort=effort)
@@ -77,6 +82,12 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([{"role": "user", "content": 7}], {}, "content as a string, got a number"),
     ([Q | {"name": "Ann"}], {}, r'fields of a user message \(content, role\), got "name"'),
     ([{"role": "user", "content": "\ud800"}], {}, "valid Unicode, got a lone surrogate"),
+    ([Q | {"response_format": {}}], {}, r'a user message \(content, role\), got "response_format"'),
+    (
+        [{"role": "system", "content": "", "response_format": "json"}, Q],
+        {},
+        r"messages\[0\].response_format as a JSON object, got a string",
+    ),
     ([Q, {"role": "assistant", "content": "a"}], {}, "last message .* got an assistant message"),
     ([Q, CALLS, RESULT | {"tool_call_id": "y"}], {}, r'messages\[2\].tool_call_id .*got "y"'),
     ([RESULT], {}, r'messages\[0\].tool_call_id .*got "x"'),
