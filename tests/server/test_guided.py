@@ -1,4 +1,5 @@
-"""Structured output on the real server: TinyFlash, streamed and not, and what is refused."""
+"""Structured output on the real server: TinyFlash with drafts, streamed and not, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ DEEP = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3500)} | {"a3500":
 def tinyflash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     engine = tmp_path_factory.mktemp("guided") / "engine"
     assert build(["engine", f"--checkpoint_dir={demo.CHECKPOINT}", f"--output_dir={engine}"]) == 0
-    deployment = Deployment(engine)
+    deployment = Deployment(engine, "--speculative")
     try:
         yield deployment.wait_until_ready()
     finally:
@@ -83,6 +84,23 @@ def test_the_other_guides(tinyflash: Deployment) -> None:
     assert said("choice", ["seven", "eight 🍎"], **hot) in ("seven", "eight 🍎")
     assert re.fullmatch(r"(\d\+)*\d", said("ebnf_grammar", 'root ::= [0-9] ("+" root)?'))
     assert said("regex", "a{2}b", ignore_eos=True) == "aab"
+
+
+def test_a_stop_word_cuts_a_guided_answer(tinyflash: Deployment) -> None:
+    """Inside, over tokens and at its end; one that the guide never lets by changes nothing."""
+    guide = "regex", "Tom has 7 apples\\."
+    for word, text in (("has", "Tom "), ("m has 7 ap", "To"), (".", "Tom has 7 apples")):
+        options = {"stop_words": word, "return_stop_reason": True}
+        whole = tinyflash.generate(**asked(*guide, **options))
+        assert (whole["text_output"], whole["finish_reason"]) == (text, "stop")
+        assert whole["stop_reason"] == word
+        events = list(tinyflash.sse(**asked(*guide, **options, stream=True)))
+        assert "".join(event["text_output"] for event in events) == text
+        kept = tinyflash.generate(**asked(*guide, **options, include_stop_str_in_output=True))
+        assert kept["text_output"] == text + word
+    other = tinyflash.generate(**asked(*guide, stop_words="has 8", return_stop_reason=True))
+    assert (other["text_output"], other["stop_reason"]) == ("Tom has 7 apples.", "")
+    assert tinyflash.seconds_until_empty(2) < 2
 
 
 def test_refusals_say_where_and_stall_nobody(tinyflash: Deployment) -> None:
