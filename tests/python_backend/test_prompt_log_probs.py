@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from engine.network import Network
+from engine.config import ModelConfig
+from engine.network import Network, load_weights
 from engine.network.run import ForwardMode, run_forward
+from engine.tensor_source import SafetensorsSource
 from python_backend.core import EngineCore
 from python_backend.drafting.rule import DraftRule
 from python_backend.request import LogProbs, SamplingParams
+from tests.conftest import TINY
 from tests.python_backend.real_core import VOCAB, bounds_of, core_of
 from tests.python_backend.serving import Stream, finish, limits, new_core, tokens
 
@@ -64,24 +67,37 @@ def test_golden_prompt(network64: Network, golden_of: Callable[[bool], dict[str,
     assert_judged(received(stream), prompt, golden["logits_full"])
 
 
+class Whole(NamedTuple):
+    """A prompt longer than the golden model allows, and the logits of its full forward."""
+
+    network: Network
+    prompt: Int32Array
+    logits: torch.Tensor
+
+
 @pytest.fixture(scope="module")
-def whole(network64: Network) -> tuple[Int32Array, torch.Tensor]:
-    """A prompt and the logits of its full forward."""
-    prompt = np.random.default_rng(1).integers(3, VOCAB, 270, dtype=np.int32)
-    return prompt, run_forward(network64, prompt, ForwardMode.FULL)["logits"]
+def whole(tiny_config: ModelConfig, golden_of: Callable[[bool], dict[str, Any]]) -> Whole:
+    config = tiny_config.with_changes(max_position_embeddings=1110)
+    token_class = golden_of(True)["token_class"].numpy()
+    weights = load_weights(config, SafetensorsSource(TINY), token_class, torch.float64)
+    network = Network(config, weights)
+    prompt = np.random.default_rng(1).integers(3, VOCAB, 1100, dtype=np.int32)
+    logits = run_forward(network, prompt, ForwardMode.FULL)["logits"]
+    return Whole(network, prompt, logits)
 
 
 @pytest.mark.parametrize("draft", [None, DraftRule(most=3, min_survival=0.0)], ids=["off", "on"])
-def test_lengths_with_drafts_on_and_off(
-    network64: Network, whole: tuple[Int32Array, torch.Tensor], draft: DraftRule | None
-) -> None:
-    """vLLM PR 53520: prompt log probabilities came out wrong for some lengths. A prompt whose
-    beginning was served before is neither taken from the prefix cache nor trimmed."""
-    prompt, logits = whole
-    bounds = bounds_of(draft=draft, max_num_tokens=150, max_seq_len=300, max_batch_size=2)
-    core = core_of(network64, bounds)
+def test_lengths_with_drafts_on_and_off(whole: Whole, draft: DraftRule | None) -> None:
+    """vLLM PR 53520: prompt log probabilities came out wrong for some lengths. Drafts on and off are
+    both the full forward's, whose rows do not depend on what follows. A prompt whose beginning was
+    served before is neither taken from the prefix cache nor trimmed."""
+    bounds = bounds_of(draft=draft, max_num_tokens=600, max_seq_len=1110, max_batch_size=4)
+    core = core_of(network, bounds)
     run(core, Stream("before", prompt[:40], 1))
-    streams = [judged("short", prompt[:200], 4, prompt_logprobs=0), judged("long", prompt, 2)]
+    streams = [
+        judged(str(length), prompt[:length], new, prompt_logprobs=top)
+        for length, new, top in ((200, 4, 0), (512, 3, 2), (513, 2, 1), (1100, 2, 2))
+    ]
     run(core, *streams)
     for stream in streams:
         length = len(stream.request.input_ids)
