@@ -88,9 +88,10 @@ def whole(tiny_config: ModelConfig, golden_of: Callable[[bool], dict[str, Any]])
 
 @pytest.mark.parametrize("draft", [None, DraftRule(most=3, min_survival=0.0)], ids=["off", "on"])
 def test_lengths_with_drafts_on_and_off(whole: Whole, draft: DraftRule | None) -> None:
-    """vLLM PR 53520: prompt log probabilities came out wrong for some lengths. Drafts on and off are
-    both the full forward's, whose rows do not depend on what follows. A prompt whose beginning was
-    served before is neither taken from the prefix cache nor trimmed."""
+    """vLLM PR 53520: prompt log probabilities came out wrong for some lengths. Drafts on and off
+    give those of the full forward, whose rows do not depend on what follows. A prompt whose
+    beginning was served before is neither taken from the prefix cache nor trimmed."""
+    network, prompt, logits = whole
     bounds = bounds_of(draft=draft, max_num_tokens=600, max_seq_len=1110, max_batch_size=4)
     core = core_of(network, bounds)
     run(core, Stream("before", prompt[:40], 1))
