@@ -29,7 +29,7 @@ def _split(x, row_stride, parts, num_rows, K, TILE: tl.constexpr):
         part = rest.to(tl.bfloat16)
         tl.store(parts + at, part, mask=there)
         rest -= part.to(tl.float32)
-        at += num_rows.to(tl.int64) * K
+        at += tl.cast(num_rows, tl.int64) * K
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _sum(products, y, numel, TILE: tl.constexpr):
     there = at < numel
     total = tl.zeros((TILE,), tl.float32)
     for part in tl.static_range(3):
-        total += tl.load(products + (2 - part) * numel.to(tl.int64) + at, mask=there, other=0.0)
+        total += tl.load(products + (2 - part) * tl.cast(numel, tl.int64) + at, mask=there, other=0.0)
     tl.store(y + at, total, mask=there)
 
 

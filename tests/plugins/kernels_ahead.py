@@ -28,6 +28,7 @@ from plugins.indexer import kernel_float8 as float8
 from plugins.kv_write import kernel as kv_write
 from plugins.linear import kernel as linear
 from plugins.linear import kernel_float8 as linear_float8
+from plugins.linear import kernel_split as split
 from plugins.mega_attention import kernel as attention
 from plugins.sample import kernel as sample
 from plugins.topk_select import kernel as select
@@ -113,7 +114,7 @@ Kernels = list[tuple[str, Any, dict[str, str], dict[str, Any], int, *tuple[int, 
 
 
 def linear_kernels(device: Limits) -> Kernels:
-    split = {"GROUPS": 8, "SPLIT": True}
+    parted = {"GROUPS": 8, "SPLIT": True}
     made: Kernels = []
     for name, stored, rows in (
         ("blocks, 16 rows", 0, 16), ("blocks, 128 rows", 0, 128), ("MXFP4", 2, 16),
@@ -123,7 +124,7 @@ def linear_kernels(device: Limits) -> Kernels:
         sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INNER": tile.inner}
         constants = {"STORED": stored, "WORDS": True, "EVEN": True, "FLOAT8": device.float8}
         made.append(
-            (f"linear {name}", linear._product, LINEAR, {**constants, **split, **sizes, **DOT},
+            (f"linear {name}", linear._product, LINEAR, {**constants, **parted, **sizes, **DOT},
              tile.warps, tile.stages)
         )  # fmt: skip
     tile = linear.tiles(32, device, wide=True)
@@ -132,12 +133,12 @@ def linear_kernels(device: Limits) -> Kernels:
         *made,
         (
             "linear float32", linear._product, {**LINEAR, "x": "*fp32", "y": "*fp32"},
-            {"STORED": 1, "WORDS": False, "EVEN": False, "FLOAT8": device.float8, **split, **wide,
+            {"STORED": 1, "WORDS": False, "EVEN": False, "FLOAT8": device.float8, **parted, **wide,
              "DOT": tl.float32, "WIDEN": False}, tile.warps, tile.stages,
         ),
         (
             "linear float8", linear_float8.product_float8, {**LINEAR, "x": "*u8"},
-            {"STORED": 0, **split, "OUTPUTS": 64, "ROWS": 16, "FLOAT8": True}, 4, 4,
+            {"STORED": 0, **parted, "OUTPUTS": 64, "ROWS": 16, "FLOAT8": True}, 4, 4,
         ),
         (
             "linear pack", linear_float8.pack_rows, {**LINEAR, "codes": "*u8"},
@@ -150,6 +151,15 @@ def linear_kernels(device: Limits) -> Kernels:
              "FLOAT8": device.float8}, 4,
         ),
         ("linear join", linear._join, LINEAR, {"TILE": 1024}, 4),
+        # A launch makes a constant of an integer that is 1.
+        (
+            "linear split", split._split, {**LINEAR, "x": "*fp32", "parts": "*bf16"},
+            {"TILE": 1024, "num_rows": 1}, 4,
+        ),
+        (
+            "linear sum", split._sum, {**LINEAR, "products": "*fp32", "y": "*fp32"},
+            {"TILE": 1024, "numel": 1}, 4,
+        ),
     ]  # fmt: skip
 
 
