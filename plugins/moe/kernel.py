@@ -81,14 +81,12 @@ def most_shared_rows(row_tile: int) -> int:
 
 
 def warps(row_tile: int) -> int:
-    return 8 if row_tile >= 64 else 4
+    return 8 if row_tile >= 128 else 4
 
 
-def stages(row_tile: int, device: Limits, *, wide: bool) -> int:
-    """Tiles under way; a decoded one takes up to 50 KiB more. `wide`: float32, twice the size."""
-    if wide or device.shared_memory < _ROOMY:
-        return 2
-    return 4 if row_tile <= 32 else 3
+def stages(device: Limits, *, wide: bool) -> int:
+    """Tiles under way. `wide`: float32, twice the size."""
+    return 2 if wide or device.shared_memory < _ROOMY else 3
 
 
 def moe(
@@ -152,16 +150,20 @@ def _run(
     common: dict[str, Any] = {
         "HARDWARE": _hardware(device),
         "DOT": tl.float32 if wide else tl.bfloat16,
+        "WARPS": warps(row_tile),
         "WIDEN": INTERPRETED,
         "num_warps": warps(row_tile),
-        "num_stages": stages(row_tile, limits(device), wide=wide),
+        "num_stages": stages(limits(device), wide=wide),
     }
-    sizes = {"ROWS": row_tile, "SHARED_ROWS": shared_tile, "WIDTH": width, "INTER": inter}
+    sizes = {
+        "ROWS": row_tile, "SHARED_ROWS": shared_tile, "SHARED": shared.num_experts,
+        "WIDTH": width, "INTER": inter,
+    }  # fmt: skip
     grid = (blocks, triton.cdiv(inter, _TILES[0]), shared.num_experts + hit)
     gate_up[grid](
         x.values, x.shared, x.codes, x.powers, segments, order, weights,
         routed.table, routed.gate_up_exponents, shared.table, activation, rows, pairs, limit,
-        shared.num_experts, TOP_K=top_k, TILE=_TILES[0], INNER=_inner(width),
+        TOP_K=top_k, TILE=_TILES[0], INNER=_inner(width),
         STORED=formats[0].stored, WORDS=formats[0].words,
         SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
     )  # fmt: skip
@@ -172,7 +174,7 @@ def _run(
     grid = (blocks, triton.cdiv(width, _TILES[1]), shared.num_experts + hit)
     down[grid](
         a.values, a.shared, a.codes, a.powers, segments,
-        routed.table, routed.down_exponents, shared.table, y, rows, pairs, shared.num_experts,
+        routed.table, routed.down_exponents, shared.table, y, rows, pairs,
         TILE=_TILES[1], INNER=_inner(inter),
         STORED=formats[0].stored, WORDS=formats[0].words,
         SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,

@@ -24,90 +24,104 @@ SPREAD = 11
 # the byte permutation repeat the sign of 0x40, which is 0, so it marks what is positive.
 EIGHT_CODES = tl.constexpr("""
 {
-.reg .b32 low, high, magnitude, sign, byte, mark, forty;
+.reg .b32 magnitude, sign, byte, mark, forty;
 mov.b32 forty, 0x40;
-mad.lo.s32 low, $3, 0x08080800, 0x3C383000;
-mad.lo.s32 high, $3, 0x08080808, 0x4C484440;
 and.b32 magnitude, $2, 0x77777777;
 and.b32 sign, $2, 0x88888888;
-prmt.b32 byte, low, high, magnitude;
+prmt.b32 byte, $3, $7, magnitude;
 prmt.b32 mark, forty, forty, sign;
 mad.lo.u32 $0, mark, 2, byte;
 shr.u32 magnitude, magnitude, 16;
 shr.u32 sign, sign, 16;
-prmt.b32 byte, low, high, magnitude;
+prmt.b32 byte, $3, $7, magnitude;
 prmt.b32 mark, forty, forty, sign;
 mad.lo.u32 $1, mark, 2, byte;
 }
 """)
 
 
-@triton.constexpr_function
-def step_of(width):
-    """Columns of a step, whose codes round_rows puts into the order of _decode."""
-    return 256 if width % 256 == 0 else 128
+@triton.jit
+def permuted(column):
+    """Where a column's code lies in a row of codes: within 128 columns, in the order that a tensor
+    core takes from threads that hold a group of 32 weights each."""
+    place = column % 128
+    return column - place + place // 8 % 4 * 32 + place // 4 % 2 * 16 + place // 32 * 4 + place % 4
 
 
 @triton.jit
-def _decode(byte, shift, WIDEN: tl.constexpr):
-    """The negatives of the codes in bytes [N, 64 · n] as an operand [N, 128 · n], for exponent
-    shifts int32 [N, 4 · n] of their groups: the first four codes of every word of eight, then the
-    last four."""
+def loaded_row(N: tl.constexpr, WARPS: tl.constexpr):
+    """Rows of the product [N] in the order in which they are loaded: so that a warp that loads
+    eight rows at a time loads the sixteen that its tensor core takes from it."""
+    place = tl.arange(0, N)
+    lane, rest = place % 8, place // 8
+    return (rest // WARPS // 2 * WARPS + rest % WARPS) * 16 + rest // WARPS % 2 * 8 + lane
+
+
+@triton.jit
+def _decode(byte, shift, WARPS: tl.constexpr, WIDEN: tl.constexpr):
+    """The negatives of the codes in bytes [N, 64] of loaded rows as an operand [N, 128] of permuted
+    columns, for exponent shifts int32 [N, 4] of their groups."""
     N: tl.constexpr = byte.shape[0]
-    GROUPS: tl.constexpr = shift.shape[1]
+    BLOCKS: tl.constexpr = N // (16 * WARPS)
     if WIDEN:
-        even, odd = e2m1_pair(byte.to(tl.int32).reshape(N, GROUPS, 16))
+        even, odd = e2m1_pair(byte.to(tl.int32).reshape(N, 4, 16))
         shift = tl.minimum(tl.maximum(shift, TOP - 11), TOP)
         power = ((shift + 127) << 23).to(tl.float32, bitcast=True) * -E2M1_UNIT
         values = tl.join(even * power[:, :, None], odd * power[:, :, None])
-        operand = values.reshape(N, 4 * GROUPS, 2, 4).permute(0, 2, 1, 3)
+        values = values.reshape(BLOCKS, 2, WARPS, 8, 4, 4, 2, 4)
+        operand = values.permute(0, 2, 1, 3, 5, 6, 4, 7)
     else:
-        shift = tl.broadcast_to(shift[:, :, None], (N, GROUPS, 16)).reshape(N, 16 * GROUPS)
+        low = shift * 0x08080800 + 0x3C383000
+        high = shift * 0x08080808 + 0x4C484440
+        low = tl.broadcast_to(low[:, :, None], (N, 4, 16)).reshape(N, 64)
+        high = tl.broadcast_to(high[:, :, None], (N, 4, 16)).reshape(N, 64)
         first, last = tl.inline_asm_elementwise(
             EIGHT_CODES,
-            "=&r,=&r,r,r,r,r,r",
-            [byte, shift],
+            "=&r,=&r,r,r,r,r,r,r,r,r,r",
+            [byte, low, high],
             dtype=(tl.uint8, tl.uint8),
             is_pure=True,
             pack=4,
         )
-        operand = tl.join(first, last).permute(0, 2, 1).to(tl.float8e4nv, bitcast=True)
-    return operand.reshape(N, 32 * GROUPS)
+        values = tl.join(first, last).reshape(BLOCKS, 2, WARPS, 8, 4, 4, 4, 2)
+        operand = values.permute(0, 2, 1, 3, 5, 7, 4, 6).to(tl.float8e4nv, bitcast=True)
+    return operand.reshape(N, 128)
 
 
 @triton.jit
 def product_float8(
-    codes, scales, row, codes_apart, scales_apart, exponent, x_codes, x_powers, x_row,
-    WIDTH: tl.constexpr, WIDEN: tl.constexpr,
+    codes, scales, row, codes_apart, scales_apart, top, exponent, x_codes, x_powers, x_row,
+    WIDTH: tl.constexpr, WARPS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Weight rows times rows, float32 [N, ROWS].
 
-    row int64 [N]: rows of the matrix whose bytes start at codes and scales, or so many bytes apart
-    [N]; exponent int32 [N]: the largest scale byte of each; x_row int64 [ROWS]: rows of x_codes
-    and x_powers.
+    row int64 [N]: loaded rows of the matrix whose bytes start at codes and scales, or so many bytes
+    apart [N]; top int32 [N]: the largest scale byte of each; exponent int32 [N]: the same in the
+    order of the product; x_row int64 [ROWS]: rows of x_codes and x_powers.
     """
     N: tl.constexpr = exponent.shape[0]
     ROWS: tl.constexpr = x_row.shape[0]
     # Sums inside the tensor core keep 14 bits or so: no more than 256 products of them.
-    STEP: tl.constexpr = step_of(WIDTH)
-    byte_at = codes + (codes_apart + row * (WIDTH // 2))[:, None]
-    byte_at += tl.arange(0, STEP // 2)[None, :]
+    PARTS: tl.constexpr = 2 if WIDTH % 256 == 0 else 1
+    byte_at = codes + (codes_apart + row * (WIDTH // 2))[:, None] + tl.arange(0, 64)[None, :]
     words = scales.to(tl.pointer_type(tl.uint32), bitcast=True)
-    word_at = words + (scales_apart // 4 + row * (WIDTH // 128))[:, None]
-    word_at += tl.arange(0, STEP // 128)[None, :]
-    x_at = x_codes + x_row[:, None] * WIDTH + tl.arange(0, STEP)[None, :]
+    word_at = words + scales_apart // 4 + row * (WIDTH // 128)
+    x_at = x_codes + x_row[:, None] * WIDTH + tl.arange(0, 128)[None, :]
     total = tl.zeros((N, ROWS), tl.float32)
-    for step in range(WIDTH // STEP):
-        byte = tl.load(byte_at + step * (STEP // 2))
-        four = tl.load(word_at + step * (STEP // 128))
-        scale = (four[:, :, None] >> 8 * tl.arange(0, 4)[None, None, :]) & 0xFF
-        scale = scale.reshape(N, STEP // 32).to(tl.int32)
-        # Out of range only where all codes are 0, which is the first byte of any table.
-        weight = _decode(byte, scale - exponent[:, None] + TOP, WIDEN)
-        x = tl.load(x_at + step * STEP)
-        if WIDEN:
-            x = e4m3(x.to(tl.int32)) * E4M3_UNIT
-        total += tl.dot(weight, tl.trans(x))
+    for step in range(WIDTH // 128 // PARTS):
+        part = tl.zeros((N, ROWS), tl.float32)
+        for nth in tl.static_range(PARTS):
+            at = step * PARTS + nth
+            byte = tl.load(byte_at + at * 64)
+            four = tl.load(word_at + at)
+            scale = ((four[:, None] >> 8 * tl.arange(0, 4)[None, :]) & 0xFF).to(tl.int32)
+            # Out of range only where all codes are 0, which is the first byte of any table.
+            weight = _decode(byte, scale - top[:, None] + TOP, WARPS, WIDEN)
+            x = tl.load(x_at + at * 128)
+            if WIDEN:
+                x = e4m3(x.to(tl.int32)) * E4M3_UNIT
+            part = tl.dot(weight, tl.trans(x), part)
+        total += part
     # Of 2^(exponent − 127 − TOP) in two factors, either of which is a normal number.
     half = exponent >> 1
     factor = (half << 23).to(tl.float32, bitcast=True)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from plugins.device.weights import load_weight
-from plugins.moe.kernel_float8 import product_float8
+from plugins.moe.kernel_float8 import loaded_row, product_float8
 
 # How an expert's matrices are stored: a number of plugins/device/weights.py, or one of these.
 VALUES = tl.constexpr(8)  # in the compute dtype
@@ -76,25 +76,32 @@ def _gate_up_tile(
     table, exponents, expert, first, x, codes, powers, x_row, limit,
     WIDTH: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
     STORED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
-    DOT: tl.constexpr, WIDEN: tl.constexpr,
+    DOT: tl.constexpr, WARPS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The activation [ROWS, TILE] of outputs `first` on."""
     ROWS: tl.constexpr = x_row.shape[0]
     if STORED == FLOAT8:
-        # Both matrices in one product: half of its rows are w1's, the others w3's.
-        place = tl.arange(0, 2 * TILE)
-        row = tl.minimum(first + place % TILE, INTER - 1).to(tl.int64)
-        is_linear = (place >= TILE).to(tl.int64)
+        # Both matrices in one product: eight rows of w1, eight of w3, and so on, so that a thread
+        # has a gate and its linear value.
         base, scale = _pointer(table, expert, 0, tl.uint8), _pointer(table, expert, 1, tl.uint8)
         apart = tl.load(table + expert * 9 + 3) - tl.load(table + expert * 9)
         scales_apart = tl.load(table + expert * 9 + 4) - tl.load(table + expert * 9 + 1)
+        place = loaded_row(2 * TILE, WARPS)
+        is_linear = (place // 8 % 2).to(tl.int64)
+        row = tl.minimum(first + place // 16 * 8 + place % 8, INTER - 1).to(tl.int64)
+        largest = exponents + expert * 2 * INTER
+        top = tl.load(largest + is_linear * INTER + row)
+        place = tl.arange(0, 2 * TILE)
+        output = tl.minimum(first + place // 16 * 8 + place % 8, INTER - 1)
+        exponent = tl.load(largest + place // 8 % 2 * INTER + output)
         both = product_float8(
             base, scale, row, is_linear * tl.multiple_of(apart, 16),
             is_linear * tl.multiple_of(scales_apart, 16),
-            tl.load(exponents + (expert * 2 + is_linear) * INTER + row).to(tl.int32),
-            codes, powers, x_row, WIDTH, WIDEN,
+            top.to(tl.int32), exponent.to(tl.int32), codes, powers, x_row, WIDTH, WARPS, WIDEN,
         )  # fmt: skip
-        gate, linear = tl.split(both.reshape(2, TILE, ROWS).permute(1, 2, 0))
+        both = both.reshape(TILE // 8, 2, 8, ROWS).permute(0, 2, 3, 1).reshape(TILE, ROWS, 2)
+        gate, linear = tl.split(both)
     else:
         row = tl.minimum(first + tl.arange(0, TILE), INTER - 1)
         gate = _product(
@@ -111,11 +118,12 @@ def _gate_up_tile(
 @triton.jit
 def gate_up(
     x, shared_x, codes, powers, segments, order, weights, table, exponents, shared_table,
-    activation, num_rows, num_pairs, limit, num_shared,
-    WIDTH: tl.constexpr, INTER: tl.constexpr, TOP_K: tl.constexpr,
+    activation, num_rows, num_pairs, limit,
+    SHARED: tl.constexpr, WIDTH: tl.constexpr, INTER: tl.constexpr, TOP_K: tl.constexpr,
     STORED: tl.constexpr, WORDS: tl.constexpr, SHARED_STORED: tl.constexpr,
     SHARED_WORDS: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, WARPS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Rows of w1 and w3: silu(min(g, limit)) · clamp(l, ±limit) · routing weight.
 
@@ -124,21 +132,25 @@ def gate_up(
     """
     first = tl.program_id(1) * TILE
     output = first + tl.arange(0, TILE)
-    if tl.program_id(2) < num_shared:
-        expert = tl.program_id(2).to(tl.int64)
-        for block in range(tl.program_id(0), tl.cdiv(num_rows, SHARED_ROWS), tl.num_programs(0)):
-            row = block * SHARED_ROWS + tl.arange(0, SHARED_ROWS)
-            token = tl.minimum(row, num_rows - 1).to(tl.int64)
-            a = _gate_up_tile(
-                shared_table, exponents, expert, first, shared_x, codes, powers, token, limit,
-                WIDTH, INTER, TILE, INNER, SHARED_STORED, SHARED_WORDS, HARDWARE, DOT, WIDEN,
-            )  # fmt: skip
-            at = (num_pairs + expert * num_rows + token) * INTER
-            there = (row < num_rows)[:, None] & (output < INTER)[None, :]
-            a = a.to(activation.dtype.element_ty)
-            tl.store(activation + at[:, None] + output[None, :], a, mask=there)
-    else:
-        segment = segments + (tl.program_id(2) - num_shared) * 3
+    # The first condition is the compiler's: what is not compiled takes no shared memory.
+    if SHARED > 0:  # noqa: SIM102
+        if tl.program_id(2) < SHARED:
+            expert = tl.program_id(2).to(tl.int64)
+            num_blocks = tl.cdiv(num_rows, SHARED_ROWS)
+            for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+                row = block * SHARED_ROWS + tl.arange(0, SHARED_ROWS)
+                token = tl.minimum(row, num_rows - 1).to(tl.int64)
+                a = _gate_up_tile(
+                    shared_table, exponents, expert, first, shared_x, codes, powers, token, limit,
+                    WIDTH, INTER, TILE, INNER, SHARED_STORED, SHARED_WORDS, HARDWARE, DOT, WARPS,
+                    WIDEN,
+                )  # fmt: skip
+                at = (num_pairs + expert * num_rows + token) * INTER
+                there = (row < num_rows)[:, None] & (output < INTER)[None, :]
+                a = a.to(activation.dtype.element_ty)
+                tl.store(activation + at[:, None] + output[None, :], a, mask=there)
+    if tl.program_id(2) >= SHARED:
+        segment = segments + (tl.program_id(2) - SHARED) * 3
         expert = tl.load(segment).to(tl.int64)
         start, count = tl.load(segment + 1), tl.load(segment + 2)
         for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
@@ -147,7 +159,7 @@ def gate_up(
             pair = tl.load(order + place)
             a = _gate_up_tile(
                 table, exponents, expert, first, x, codes, powers, (pair // TOP_K).to(tl.int64),
-                limit, WIDTH, INTER, TILE, INNER, STORED, WORDS, HARDWARE, DOT, WIDEN,
+                limit, WIDTH, INTER, TILE, INNER, STORED, WORDS, HARDWARE, DOT, WARPS, WIDEN,
             )  # fmt: skip
             a *= tl.load(weights + pair).to(tl.float32)[:, None]
             there = (row < count)[:, None] & (output < INTER)[None, :]
@@ -161,16 +173,19 @@ def _down_tile(
     table, exponents, expert, first, x, codes, powers, x_row,
     WIDTH: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
     STORED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
-    DOT: tl.constexpr, WIDEN: tl.constexpr,
+    DOT: tl.constexpr, WARPS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.minimum(first + tl.arange(0, TILE), WIDTH - 1)
     if STORED == FLOAT8:
         base, scale = _pointer(table, expert, 6, tl.uint8), _pointer(table, expert, 7, tl.uint8)
+        place = tl.minimum(first + loaded_row(TILE, WARPS), WIDTH - 1)
         none = tl.zeros((TILE,), tl.int64)
+        largest = exponents + expert * WIDTH
         y = product_float8(
-            base, scale, row.to(tl.int64), none, none,
-            tl.load(exponents + expert * WIDTH + row).to(tl.int32),
-            codes, powers, x_row, INTER, WIDEN,
+            base, scale, place.to(tl.int64), none, none,
+            tl.load(largest + place).to(tl.int32), tl.load(largest + row).to(tl.int32),
+            codes, powers, x_row, INTER, WARPS, WIDEN,
         )  # fmt: skip
     else:
         y = _product(
@@ -183,29 +198,34 @@ def _down_tile(
 @triton.jit
 def down(
     activation, shared_activation, codes, powers, segments, table, exponents, shared_table, y,
-    num_rows, num_pairs, num_shared,
-    WIDTH: tl.constexpr, INTER: tl.constexpr,
+    num_rows, num_pairs,
+    SHARED: tl.constexpr, WIDTH: tl.constexpr, INTER: tl.constexpr,
     STORED: tl.constexpr, WORDS: tl.constexpr, SHARED_STORED: tl.constexpr,
     SHARED_WORDS: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, WARPS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Rows of w2 times activations, float32 at the activations' places; grid as in gate_up."""
     first = tl.program_id(1) * TILE
     output = first + tl.arange(0, TILE)
-    if tl.program_id(2) < num_shared:
-        expert = tl.program_id(2).to(tl.int64)
-        for block in range(tl.program_id(0), tl.cdiv(num_rows, SHARED_ROWS), tl.num_programs(0)):
-            row = block * SHARED_ROWS + tl.arange(0, SHARED_ROWS)
-            token = tl.minimum(row, num_rows - 1).to(tl.int64)
-            place = num_pairs + expert * num_rows + token
-            result = _down_tile(
-                shared_table, exponents, expert, first, shared_activation, codes, powers, place,
-                WIDTH, INTER, TILE, INNER, SHARED_STORED, SHARED_WORDS, HARDWARE, DOT, WIDEN,
-            )  # fmt: skip
-            there = (row < num_rows)[:, None] & (output < WIDTH)[None, :]
-            tl.store(y + place[:, None] * WIDTH + output[None, :], result, mask=there)
-    else:
-        segment = segments + (tl.program_id(2) - num_shared) * 3
+    # The first condition is the compiler's: what is not compiled takes no shared memory.
+    if SHARED > 0:  # noqa: SIM102
+        if tl.program_id(2) < SHARED:
+            expert = tl.program_id(2).to(tl.int64)
+            num_blocks = tl.cdiv(num_rows, SHARED_ROWS)
+            for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+                row = block * SHARED_ROWS + tl.arange(0, SHARED_ROWS)
+                token = tl.minimum(row, num_rows - 1).to(tl.int64)
+                place = num_pairs + expert * num_rows + token
+                result = _down_tile(
+                    shared_table, exponents, expert, first, shared_activation, codes, powers, place,
+                    WIDTH, INTER, TILE, INNER, SHARED_STORED, SHARED_WORDS, HARDWARE, DOT, WARPS,
+                    WIDEN,
+                )  # fmt: skip
+                there = (row < num_rows)[:, None] & (output < WIDTH)[None, :]
+                tl.store(y + place[:, None] * WIDTH + output[None, :], result, mask=there)
+    if tl.program_id(2) >= SHARED:
+        segment = segments + (tl.program_id(2) - SHARED) * 3
         expert = tl.load(segment).to(tl.int64)
         start, count = tl.load(segment + 1), tl.load(segment + 2)
         for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
@@ -213,7 +233,7 @@ def down(
             place = (start + tl.minimum(row, count - 1)).to(tl.int64)
             result = _down_tile(
                 table, exponents, expert, first, activation, codes, powers, place,
-                WIDTH, INTER, TILE, INNER, STORED, WORDS, HARDWARE, DOT, WIDEN,
+                WIDTH, INTER, TILE, INNER, STORED, WORDS, HARDWARE, DOT, WARPS, WIDEN,
             )  # fmt: skip
             there = (row < count)[:, None] & (output < WIDTH)[None, :]
             tl.store(y + place[:, None] * WIDTH + output[None, :], result, mask=there)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from plugins.device.numbers import e4m3_code, mxfp8_round
-from plugins.moe.kernel_float8 import step_of
+from plugins.moe.kernel_float8 import permuted
 
 
 @triton.jit
@@ -83,10 +83,7 @@ def round_rows(
             code = value.to(tl.float8e4nv)
         else:
             code = (e4m3_code(tl.abs(value)) | ((bits >> 24) & 0x80)).to(tl.uint8)
-        STEP: tl.constexpr = step_of(WIDTH)
-        place = column % STEP
-        place = column - place + place // 8 * 4 + place % 4 + place // 4 % 2 * (STEP // 2)
-        tl.store(codes + row * WIDTH + place, code, mask=there)
+        tl.store(codes + row * WIDTH + permuted(column), code, mask=there)
         # A row that holds a NaN poisons its products by its power.
         power = (exponent << 23).to(tl.float32, bitcast=True)
         tl.store(powers + row, tl.where(largest >= 0x7F800000, float("nan"), power))

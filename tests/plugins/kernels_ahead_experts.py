@@ -22,7 +22,7 @@ EXPERTS = {
     "x": "*bf16", "shared_x": "*bf16", "powers": "*fp32", "segments": "*i32",
     "order": "*i32", "weights": "*fp32", "table": "*i64", "exponents": "*u8",
     "shared_table": "*i64", "activation": "*bf16", "shared_activation": "*bf16", "y": "*fp32",
-    "num_rows": "i32", "num_pairs": "i32", "limit": "fp32", "num_shared": "i32", "ids": "*i64",
+    "num_rows": "i32", "num_pairs": "i32", "limit": "fp32", "ids": "*i64",
     "num_experts": "i32", "places": "*i32", "row_stride": STRIDE, "rounded": "*bf16",
     "first_values": "i32", "end_codes": "i32", "total": "*bf16", "first_shared": "i32",
 }  # fmt: skip
@@ -55,11 +55,12 @@ def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, .
     codes = "*fp8e4nv" if device.float8 else "*u8"
     constants = {
         "WIDTH": 5120, "INTER": 2304, "STORED": 9 if device.float8 else 2, "WORDS": True,
-        "SHARED_STORED": 0, "SHARED_WORDS": True, "INNER": 128, "ROWS": rows,
-        "SHARED_ROWS": moe.most_shared_rows(rows), "HARDWARE": device.float8, **DOT, **more,
+        "SHARED_STORED": 0, "SHARED_WORDS": True, "INNER": 128, "ROWS": rows, "SHARED": 1,
+        "SHARED_ROWS": moe.most_shared_rows(rows), "HARDWARE": device.float8,
+        "WARPS": moe.warps(rows), **DOT, **more,
     }  # fmt: skip
     arguments = {**EXPERTS, "codes": codes}
-    return kernel, arguments, constants, moe.warps(rows), moe.stages(rows, device, wide=False)
+    return kernel, arguments, constants, moe.warps(rows), moe.stages(device, wide=False)
 
 
 def kernels(device: Limits) -> list[tuple[Any, ...]]:
