@@ -10,8 +10,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from engine.contiguous_cache import ContiguousCache
 from engine.network import Network
 from engine.paged_cache import CachePools
+from plugins.sample import sample
 from python_backend.core import EngineCore
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.generation.rows import LogitRows
@@ -19,10 +21,12 @@ from python_backend.generation.sampler import Choice
 from python_backend.request import Request, SamplingParams
 from python_backend.settings import CoreLimits
 from python_backend.step_plan import StepPlan, StepResult
+from tests.engine.ragged import Timeline, step
 from tests.python_backend.serving import Int32Array, Stream, limits
 
 VOCAB = 512
 MAX_PROMPT, MAX_NEW = 40, 5
+MAX_ANSWER = 12  # of those who draw longer ones themselves
 
 
 def cases(count: int) -> settings:
@@ -64,6 +68,53 @@ def assert_same(together: RealCore, alone: RealCore, one: Stream, expected: Stre
         torch.testing.assert_close(
             together.logits[seed, index], alone.logits[seed, index], rtol=0, atol=1e-9
         )
+
+
+class Alone:
+    """The network without a serving core: every row of a request in one forward over a contiguous
+    cache, its answer given, behind a hit on `prefix`."""
+
+    def __init__(self, network: Network, prefix: Int32Array | None = None) -> None:
+        config = network.config
+        self._network = network
+        self._window = config.sliding_window
+        self._hit = 0 if prefix is None else len(prefix)
+        longest = self._hit + MAX_PROMPT + MAX_ANSWER
+        self._cache = ContiguousCache(config, 1, longest, network.dtype, quantize=True)
+        if prefix is not None and self._hit:
+            behind = Timeline(prefix.tolist(), decoder_floor=self._hit)
+            step(network, [behind], [self._hit], self._cache, store_context=False)
+
+    def assert_answers(self, core: RealCore, one: Stream) -> None:
+        """The core gave the request what it gets here: the same tokens, by the same logits to
+        1e-9."""
+        request, answer = one.request, one.output
+        prompt, sampling = request.input_ids.tolist(), request.sampling
+        assert len(answer) == request.max_tokens
+        start = max(0, self._hit - self._window)
+        rows = Timeline(
+            [*prompt, *answer[:-1]],
+            position=start,
+            encoder_floor=start,
+            decoder_floor=max(start, len(prompt) - self._window),
+            write_floor=self._hit,
+        )
+        count = len(rows.tokens) - start
+        step(self._network, [rows], [count], self._cache.with_fresh_private(), store_context=False)
+        logits = rows.rows(len(prompt) - 1, len(rows.tokens))
+        same = torch.ones(len(answer))
+        chosen = sample(
+            logits,
+            same * sampling.temperature,
+            same.long() * 0,
+            same,
+            same * 0,
+            same.long() * sampling.seed,
+            torch.arange(len(answer)),
+        )
+        assert answer == chosen.tolist(), request
+        made = torch.stack([core.logits[sampling.seed, i] for i in range(len(answer))])
+        torch.testing.assert_close(made, logits, rtol=0, atol=1e-9)
 
 
 def pools_of(network: Network, bounds: CoreLimits) -> CachePools:
