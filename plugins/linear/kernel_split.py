@@ -39,7 +39,8 @@ def _sum(products, y, numel, TILE: tl.constexpr):
     there = at < numel
     total = tl.zeros((TILE,), tl.float32)
     for part in tl.static_range(3):
-        total += tl.load(products + (2 - part) * tl.cast(numel, tl.int64) + at, mask=there, other=0.0)
+        before = (2 - part) * tl.cast(numel, tl.int64)
+        total += tl.load(products + before + at, mask=there, other=0.0)
     tl.store(y + at, total, mask=there)
 
 
