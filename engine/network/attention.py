@@ -9,23 +9,26 @@ from engine.config import ModelConfig
 from engine.network.rows import SegmentRows
 from engine.network.select import Selection, select
 from engine.network.weights import AttentionWeights
-from plugins.kv_write import kv_write
+from plugins.formats.rows import RowStore
+from plugins.kv_write import rotated_write
 from plugins.linear import linear
 from plugins.mega_attention import mega_attention
 from plugins.norm import rms_norm
-from plugins.rope import apply_rope
 from plugins.wo_a import wo_a
 
 
-def window_row(
+def write_window(
     x: torch.Tensor,
     weights: AttentionWeights,
     positions: torch.Tensor,
     inv_freq: torch.Tensor,
+    window: RowStore,
+    slots: torch.Tensor,
     eps: float,
-) -> torch.Tensor:
-    """The window rows [T, d] of attention inputs x [T, D], rotated, before the record rounds."""
-    return apply_rope(rms_norm(linear(x, weights.wkv), weights.kv_norm, eps), positions, inv_freq)
+) -> None:
+    """The window rows [T, d] of attention inputs x [T, D]."""
+    row = linear(x, weights.wkv)
+    rotated_write(row, weights.kv_norm, positions, inv_freq, window, slots, eps=eps)
 
 
 def query_latent(u: torch.Tensor, weights: AttentionWeights, eps: float) -> torch.Tensor:
@@ -61,7 +64,7 @@ def attention(
     latent = query_latent(u, weights, eps)
     window = cache.window(layer)
     # Before reading: the rows of a step see each other.
-    kv_write(window_row(u, weights, rows.positions, inv_freq, eps), window, rows.window_write)
+    write_window(u, weights, rows.positions, inv_freq, window, rows.window_write, eps)
     if weights.indexer is not None:
         published = select(
             u, latent, layer, weights.indexer, config, rows, cache, inv_freq, published

@@ -14,10 +14,9 @@ from engine.network.precision import wide
 from engine.network.rows import CompressRows
 from engine.network.weights import CompressorWeights
 from plugins.compressor import pool_pairs, previous_rows
-from plugins.kv_write import kv_write
+from plugins.kv_write import rotated_write
 from plugins.linear import LinearWeight, linear
 from plugins.norm import rms_norm
-from plugins.rope import apply_rope
 
 
 def compress(
@@ -41,9 +40,9 @@ def compress(
     # An entry stands at the position of its group's first token.
     positions = rows.positions - (ratio - 1)
     slots = rows.entry_write[ratio]
-    kv_write(apply_rope(latent, positions, inv_freq), cache.main(source), slots)
-    keys = rms_norm(linear(latent, weights.index_wk), weights.index_norm, eps)
-    kv_write(apply_rope(keys, positions, inv_freq), cache.index(source), slots)
+    rotated_write(latent, None, positions, inv_freq, cache.main(source), slots, eps=eps)
+    keys, norm = linear(latent, weights.index_wk), weights.index_norm
+    rotated_write(keys, norm, positions, inv_freq, cache.index(source), slots, eps=eps)
 
 
 def _pooled(

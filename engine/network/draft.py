@@ -14,7 +14,7 @@ import torch
 from engine.batch import DraftBatch
 from engine.cache_view import CacheView
 from engine.config import ModelConfig
-from engine.network.attention import output, queries, query_latent, window_row
+from engine.network.attention import output, queries, query_latent, write_window
 from engine.network.block import (
     Residual,
     SublayerOutput,
@@ -29,7 +29,6 @@ from engine.network.rows import window_keys
 from engine.network.weights import AttentionWeights, DraftWeights, NetworkWeights
 from plugins.elementwise import sigmoid
 from plugins.formats.rows import ValueRows
-from plugins.kv_write import kv_write
 from plugins.linear import linear
 from plugins.mega_attention import mega_attention
 from plugins.mega_mhc import hc_collapse
@@ -83,8 +82,8 @@ class Draft:
         g = rms_norm(linear(features, weights.main_proj), weights.main_norm, eps)
         slots = cache.window_slots(request, positions)
         for layer, stage in enumerate(weights.stages, config.num_hidden_layers):
-            row = window_row(g, stage.attention, positions, self._rope.of(layer), eps)
-            kv_write(row, cache.window(layer), slots)
+            inv_freq, window = self._rope.of(layer), cache.window(layer)
+            write_window(g, stage.attention, positions, inv_freq, window, slots, eps)
 
     def run(self, batch: DraftBatch, cache: CacheView) -> DraftOutput:
         """One greedy draft block per anchor; the context up to the anchor must be stored."""
@@ -122,10 +121,9 @@ class Draft:
     ) -> torch.Tensor:
         config, inv_freq = self._config, self._rope.of(layer)
         eps = config.rms_norm_eps
-        own = window_row(u, weights, rows.positions, inv_freq, eps)
         # The block's rows take the place that compressed entries have in a backbone layer.
-        block = ValueRows(torch.zeros_like(own), cache.window_layout)
-        kv_write(own, block, rows.block_write)
+        block = ValueRows(u.new_zeros(u.shape[0], config.head_dim), cache.window_layout)
+        write_window(u, weights, rows.positions, inv_freq, block, rows.block_write, eps)
         o = mega_attention(
             queries(query_latent(u, weights, eps), weights, config),
             rows.positions,

@@ -23,3 +23,15 @@ def cos_sin(position, inv_freq, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIR
     turns = position.to(tl.float64) * frequency * 0.15915494309189535
     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
     return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def turned(
+    value, cos, sin, column, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """value [N, 2·PAIRS] turned by cos and sin [PAIRS], in its own dtype."""
+    even, odd = tl.split(value.to(tl.float32).reshape(value.shape[0], PAIRS, 2))
+    cos, sin = cos[None, :], sin[None, :]
+    both = tl.join(even * cos - odd * sin, even * sin + odd * cos).reshape(value.shape)
+    # Elements that do not turn are copied: an infinity must not reach its neighbour as 0 · inf.
+    return tl.where((column >= WIDTH - ROTATED)[None, :], both.to(value.dtype), value)

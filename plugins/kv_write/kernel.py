@@ -25,8 +25,11 @@ from plugins.device.numbers import (
     e8m0_inverse,
     e8m0_scale,
 )
+from plugins.device.rotation import cos_sin, turned
 from plugins.device.rows import MXFP8, NVFP4, VALUES, device_rows, row_offsets
 from plugins.formats.rows import RowStore
+from plugins.kv_write.pieces import rotated_pieces
+from plugins.norm.kernel import normalised
 from plugins.registry import OPERATORS
 
 
@@ -56,6 +59,46 @@ def _codes(values, bits, scale_byte, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _write_row(
+    value, target, STORED: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """value [PADDED], of which WIDTH are the row, in the record's format at `target`."""
+    if FORMAT == VALUES:
+        column = tl.arange(0, PADDED)
+        tl.store(target + column, value.to(target.dtype.element_ty), mask=column < WIDTH)
+    else:
+        GROUP: tl.constexpr = 16 if FORMAT == NVFP4 else 32
+        GROUPS: tl.constexpr = PADDED // GROUP
+        group = tl.arange(0, GROUPS)
+        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        there = column < WIDTH
+        value = value.to(tl.float32).reshape(GROUPS, GROUP)
+        bits = value.to(tl.int32, bitcast=True)
+        scale_byte = _group_scale(tl.max(bits & 0x7FFFFFFF, axis=1), FORMAT)
+        code = _codes(value, bits, scale_byte, FORMAT)
+        if STORED == VALUES:
+            if FORMAT == MXFP8:
+                rounded = e4m3(code) * E4M3_UNIT * e8m0_scale(scale_byte)[:, None]
+            else:
+                scale = e4m3_scale(scale_byte) if FORMAT == NVFP4 else e8m0_scale(scale_byte)
+                low, _high = e2m1_pair(code)
+                rounded = low * E2M1_UNIT * scale[:, None]
+            tl.store(target + column, rounded.to(target.dtype.element_ty), mask=there)
+        else:
+            if FORMAT == MXFP8:
+                tl.store(target + column, code.to(tl.uint8), mask=there)
+                scale_at = target + WIDTH + group
+            else:
+                even, odd = tl.split(code.reshape(GROUPS, GROUP // 2, 2))
+                byte = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+                both = (even | (odd << 4)).to(tl.uint8)
+                tl.store(target + byte, both, mask=byte < WIDTH // 2)
+                scale_at = target + WIDTH // 2 + group
+            tl.store(scale_at, scale_byte.to(tl.uint8), mask=group < WIDTH // GROUP)
+
+
+@triton.jit
 def _kv_write(
     values, value_stride, slots, data, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr,
     STORED: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
@@ -63,41 +106,30 @@ def _kv_write(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot >= 0:
-        source = values + row * value_stride
+        column = tl.arange(0, PADDED)
+        value = tl.load(values + row * value_stride + column, mask=column < WIDTH, other=0.0)
         target = data + row_offsets(slot, page_stride, ROWS, ROW)
-        if FORMAT == VALUES:
-            column = tl.arange(0, PADDED)
-            value = tl.load(source + column, mask=column < WIDTH, other=0.0)
-            tl.store(target + column, value.to(data.dtype.element_ty), mask=column < WIDTH)
-        else:
-            GROUP: tl.constexpr = 16 if FORMAT == NVFP4 else 32
-            GROUPS: tl.constexpr = PADDED // GROUP
-            group = tl.arange(0, GROUPS)
-            column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            there = column < WIDTH
-            value = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
-            bits = value.to(tl.int32, bitcast=True)
-            scale_byte = _group_scale(tl.max(bits & 0x7FFFFFFF, axis=1), FORMAT)
-            code = _codes(value, bits, scale_byte, FORMAT)
-            if STORED == VALUES:
-                if FORMAT == MXFP8:
-                    rounded = e4m3(code) * E4M3_UNIT * e8m0_scale(scale_byte)[:, None]
-                else:
-                    scale = e4m3_scale(scale_byte) if FORMAT == NVFP4 else e8m0_scale(scale_byte)
-                    low, _high = e2m1_pair(code)
-                    rounded = low * E2M1_UNIT * scale[:, None]
-                tl.store(target + column, rounded.to(data.dtype.element_ty), mask=there)
-            else:
-                if FORMAT == MXFP8:
-                    tl.store(target + column, code.to(tl.uint8), mask=there)
-                    scale_at = target + WIDTH + group
-                else:
-                    even, odd = tl.split(code.reshape(GROUPS, GROUP // 2, 2))
-                    byte = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-                    both = (even | (odd << 4)).to(tl.uint8)
-                    tl.store(target + byte, both, mask=byte < WIDTH // 2)
-                    scale_at = target + WIDTH // 2 + group
-                tl.store(scale_at, scale_byte.to(tl.uint8), mask=group < WIDTH // GROUP)
+        _write_row(value, target, STORED, FORMAT, WIDTH, PADDED)
+
+
+@triton.jit
+def _rotated_write(
+    x, row_stride, norm, positions, inv_freq, slots, data, page_stride, eps,
+    ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr, FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROTATED: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        column = tl.arange(0, PADDED)
+        there = column < WIDTH
+        value = tl.load(x + row * row_stride + column, mask=there, other=0.0)
+        if NORM:
+            value = normalised(value, norm, eps, column, WIDTH)
+        cos, sin = cos_sin(tl.load(positions + row), inv_freq, WIDTH, ROTATED, PADDED // 2)
+        value = turned(value[None, :], cos, sin, column, WIDTH, ROTATED, PADDED // 2)
+        target = data + row_offsets(slot, page_stride, ROWS, ROW)
+        _write_row(value.reshape(PADDED), target, STORED, FORMAT, WIDTH, PADDED)
 
 
 def kv_write(values: torch.Tensor, rows: RowStore, slots: torch.Tensor) -> None:
@@ -113,4 +145,29 @@ def kv_write(values: torch.Tensor, rows: RowStore, slots: torch.Tensor) -> None:
     _kv_write[(count,)](
         values, values.stride(0), slots.contiguous(), *stored.arguments(), stored.rounding,
         width, padded(width, 32), num_warps=1,
+    )  # fmt: skip
+
+
+def rotated_write(
+    x: torch.Tensor,
+    norm: torch.Tensor | None,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    rows: RowStore,
+    slots: torch.Tensor,
+    *,
+    eps: float,
+) -> None:
+    """As the pieces, in one launch; they run for float64, a gradient or an unknown record."""
+    stored = device_rows(rows)
+    count, width = x.shape
+    if stored is None or needs_reference(x, norm) or width % 2 or not count:
+        rotated_pieces(x, norm, positions, inv_freq, rows, slots, eps=eps)
+        return
+    x, block = unit_stride(x), padded(width, 32)
+    _rotated_write[(count,)](
+        x, x.stride(0), x if norm is None else unit_stride(norm), positions, inv_freq,
+        slots.contiguous(), stored.data, stored.page_stride, eps, *stored.arguments()[2:],
+        stored.rounding, width, block, 2 * inv_freq.shape[0], norm is not None,
+        num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip

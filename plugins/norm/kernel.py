@@ -17,15 +17,21 @@ from plugins.registry import OPERATORS
 
 
 @triton.jit
+def normalised(value, weight, eps, column, WIDTH: tl.constexpr):
+    """A row's `value` [PADDED], zeros beyond its WIDTH elements, in its own dtype."""
+    wide = value.to(tl.float32)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(wide * wide, axis=0) / WIDTH + eps))
+    return (wide * inverse * scale).to(value.dtype)
+
+
+@triton.jit
 def _rms_norm(x, row_stride, weight, y, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     there = column < WIDTH
-    value = tl.load(x + row * row_stride + column, mask=there, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, axis=0) / WIDTH + eps))
-    normed = value * inverse * scale
-    tl.store(y + row * WIDTH + column, normed.to(y.dtype.element_ty), mask=there)
+    value = tl.load(x + row * row_stride + column, mask=there, other=0.0)
+    tl.store(y + row * WIDTH + column, normalised(value, weight, eps, column, WIDTH), mask=there)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

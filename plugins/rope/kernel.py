@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from plugins.device.launch import needs_reference, padded, unit_stride
-from plugins.device.rotation import cos_sin
+from plugins.device.rotation import cos_sin, turned
 from plugins.registry import OPERATORS
 
 _MAX_VECTORS = 32
@@ -31,15 +31,11 @@ def _rotate(
     there = (vector < num_vectors)[:, None] & (column < WIDTH)[None, :]
     at = row * row_stride + vector[:, None].to(tl.int64) * vector_stride + column[None, :]
     value = tl.load(x + at, mask=there, other=0.0)
-    even, odd = tl.split(value.to(tl.float32).reshape(VECTORS, PAIRS, 2))
     cos, sin = cos_sin(tl.load(positions + row), inv_freq, WIDTH, ROTATED, PAIRS)
-    cos = cos[None, :]
-    sin = -sin[None, :] if INVERSE else sin[None, :]
-    turned = tl.join(even * cos - odd * sin, even * sin + odd * cos).reshape(VECTORS, 2 * PAIRS)
-    # Elements that do not turn are copied: an infinity must not reach its neighbour as 0 · inf.
-    turned = tl.where((column >= WIDTH - ROTATED)[None, :], turned.to(y.dtype.element_ty), value)
+    if INVERSE:
+        sin = -sin
     at = (row * num_vectors + vector[:, None]) * WIDTH + column[None, :]
-    tl.store(y + at, turned, mask=there)
+    tl.store(y + at, turned(value, cos, sin, column, WIDTH, ROTATED, PAIRS), mask=there)
 
 
 def apply_rope(

@@ -17,9 +17,9 @@ if not triton.knobs.runtime.interpret:
 
 # Where the network calls each operator that has a kernel.
 CALLS = {
-    "attention": {"mega_attention": ["mega_attention"], "kv_write": ["kv_write"]},
-    "compress": {"compressor": ["pool_pairs", "previous_rows"], "kv_write": ["kv_write"]},
-    "draft": {"mega_attention": ["mega_attention"], "kv_write": ["kv_write"]},
+    "attention": {"mega_attention": ["mega_attention"], "kv_write": ["rotated_write"]},
+    "compress": {"compressor": ["pool_pairs", "previous_rows"], "kv_write": ["rotated_write"]},
+    "draft": {"mega_attention": ["mega_attention"]},
     "select": {
         "indexer": ["index_scores", "candidate_topk"],
         "topk_select": ["topk_select", "candidate_blocks"],

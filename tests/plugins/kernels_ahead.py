@@ -223,6 +223,12 @@ def kernels(device: Limits) -> Kernels:
                 ("main", MAIN, 1, 512), ("window", WINDOW, 2, 512), ("index", INDEX, 3, 128),
             )
         ),
+        (
+            "write rotated", kv_write._rotated_write,
+            {**WRITE, "x": "*bf16", "norm": "*bf16", "positions": "*i64", "inv_freq": "*fp64",
+             "eps": "fp32"},
+            {**WINDOW, "FORMAT": 2, "WIDTH": 512, "PADDED": 512, "ROTATED": 64, "NORM": True}, 1,
+        ),
         ("pool", compressor._pool_pairs, WRITE, {"WIDTH": 512, "TILE": 512}, 4),
         (
             "previous", compressor._previous_rows, WRITE,

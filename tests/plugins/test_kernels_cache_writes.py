@@ -23,6 +23,8 @@ from plugins.kv_write.cases import CASES, KvWriteCase
 
 compressor = load_kernel("compressor")
 kernel = load_kernel("kv_write")
+rms_norm = load_kernel("norm").rms_norm
+apply_rope = load_kernel("rope").apply_rope
 
 RECORDS = {"main": main_record, "window": window_record, "index": index_record}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -188,3 +190,35 @@ def test_the_row_before_and_the_tail(case: PreviousCase, dtype: torch.dtype) -> 
         if slot >= 0:
             expected[slot] = current[t]
     assert torch.equal(on_device["tail"].values.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", [*RECORDS, "none"])
+@pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_launch_has_the_bytes_of_three(name: str, normed: bool, dtype: torch.dtype) -> None:
+    width, count = 96, 9
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(count, 2 * width, generator=draw).to(dtype)[:, :width].to(DEVICE)
+    norm = torch.rand(width, generator=draw).to(dtype).to(DEVICE) if normed else None
+    positions = torch.tensor([0, 1, 2, 7, 128, 4095, 65_536, 999_999, 1_048_575]).to(DEVICE)
+    inv_freq = (10_000.0 ** -(torch.arange(16) / 16.0).double()).to(DEVICE)
+    slots = torch.tensor([5, -1, 0, 7, -1, 2, 9, 11, 3]).to(DEVICE)
+    stores = []
+    for run in (kernel.rotated_write, rotated_pieces_in_kernels):
+        if name == "none":
+            store = ValueRows(torch.full((12, width), 3.0, dtype=dtype, device=DEVICE))
+            stores.append(store.values)
+        else:
+            layout: RecordLayout = RECORDS[name](width)
+            data = torch.full((12, layout.bytes_per_row), 0xA5, dtype=torch.uint8, device=DEVICE)
+            store = PackedRows(data, layout)
+            stores.append(data)
+        run(x, norm, positions, inv_freq, store, slots, eps=1e-6)
+    assert torch.equal(*stores)
+    assert not torch.equal(stores[0][5], stores[0][1])
+
+
+def rotated_pieces_in_kernels(x, norm, positions, inv_freq, store, slots, *, eps) -> None:
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    kernel.kv_write(apply_rope(x, positions, inv_freq), store, slots)

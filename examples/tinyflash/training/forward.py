@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from engine.config import ModelConfig
-from engine.network.attention import output, queries, query_latent, window_row
+from engine.network.attention import output, queries, query_latent
 from engine.network.block import Residual, collapse, embed
 from engine.network.engram import inject
 from engine.network.rope import RopeTables
@@ -245,8 +245,8 @@ class BackboneForward:
     ) -> torch.Tensor:
         config, inv_freq = self.config, self.rope.of(layer)
         window = self.cache.window(layer)
-        row = window_row(u, weights, rows.positions, inv_freq, config.rms_norm_eps)
-        window.write(rows.window_write, row)
+        row = rms_norm(linear(u, weights.wkv), weights.kv_norm, config.rms_norm_eps)
+        window.write(rows.window_write, apply_rope(row, rows.positions, inv_freq))
         q = queries(latent, weights, config)
         source = config.kv_source(layer)
         if source is not None:
