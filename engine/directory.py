@@ -5,6 +5,7 @@
     engram.L.bin              rows of layer L's table from byte 0 on, no header, shared by all ranks
     token_class.npy           int32 [vocab_size], Engram class of each token id
     tokenizer.json, tokenizer_config.json, generation_config.json      where there are any
+    kernels/                  where asked for: kernels.json, compiled kernels of each target
     plans/                    where asked for: SEGMENT.onnx, SEGMENT.plan, weights.bin, plans.json
     manifest.json             sizes and hashes of all of these, written last
 
@@ -139,6 +140,11 @@ class Engine:
         for name in (CONFIG_NAME, TOKEN_CLASS_NAME):
             if name not in manifest.files:
                 raise EngineError(f"{path} is not an engine: its manifest does not list {name}")
+        return Engine.described(path, manifest)
+
+    @staticmethod
+    def described(path: Path, manifest: Manifest) -> Engine:
+        """What its config.json says, unchecked: also of an engine that is being built."""
         raw = json.loads((path / CONFIG_NAME).read_text())
         model = raw["pretrained_config"]
         quantization, mapping = model.pop("quantization"), model.pop("mapping")

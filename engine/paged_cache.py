@@ -25,6 +25,7 @@ from engine.config import ModelConfig
 from plugins.formats.records import RecordLayout, index_record, main_record, window_record
 from plugins.formats.rows import Region, RowStore
 from plugins.indexer import KeySlots, PagedSlots
+from plugins.registry import runs_kernels
 
 
 class PoolLayout:
@@ -209,7 +210,7 @@ class PagedCache:
         """Pages on a device, whose kernels look them up: written down, the slots of long contexts
         are an eighth of the bytes of the keys, and several passes over them."""
         rows, table = self._pools.layout.global_page_tokens // ratio, self._tables.global_pages
-        if not table.is_cuda:
+        if not runs_kernels(table):
             return every_entry(self, ratio, num_requests, num_entries, table.device)
         first = torch.where(table > 0, table.long() * rows, -1)
         beyond = max(0, -(-num_entries // rows) - table.shape[1])

@@ -2,7 +2,7 @@
 
     tokens, positions = upload([tokens, positions], "cuda")
 
-On a CPU a tensor shares its array's memory. Elsewhere the arrays are laid end to end in pinned
+On a CPU a tensor shares its array's memory. For a GPU the arrays are laid end to end in pinned
 memory, which the allocator gives to nobody else before the copy has run.
 """
 
@@ -22,8 +22,8 @@ _ALIGNMENT = 16
 
 def upload(arrays: Sequence[Array], device: torch.device | str) -> list[torch.Tensor]:
     """The arrays as tensors of the same shapes and dtypes on `device`."""
-    if torch.device(device).type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    if torch.device(device).type != "cuda":
+        return [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
     return views(packed(arrays).to(device, non_blocking=True), arrays)
 
 

@@ -44,6 +44,12 @@ class Operator:
         return kernel or self.reference
 
 
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether operators on x are kernels. Of a meta tensor, which is a shape without values, they
+    are launches that can be recorded (plugins/device/record.py) and not run."""
+    return x.is_cuda or x.is_meta
+
+
 OPERATORS: dict[str, Operator] = {}
 # What makes a call a node of the graph that torch.export traces; plugins/graph.py puts it here.
 tracers: list[Callable[..., Any]] = []
@@ -64,7 +70,7 @@ def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R
                 return node
             operands = (*args, *kwargs.values())
             first = next((x for x in operands if isinstance(x, torch.Tensor)), None)
-            if first is not None and first.is_cuda and entry.kernel is not None:
+            if first is not None and runs_kernels(first) and entry.kernel is not None:
                 result: R = entry.kernel(*args, **kwargs)
                 return result
             return reference(*args, **kwargs)

@@ -43,9 +43,10 @@ class Limits(NamedTuple):
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
-    """Of a CUDA device; of a CPU, where kernels are interpreted, none."""
-    if device.type != "cuda":
+    """Of a device of the active driver; of a CPU, where kernels are interpreted, none."""
+    if device.type == "cpu":
         return Limits(1 << 30, False, True)
-    properties = runtime.driver.active.utils.get_device_properties(device.index or 0)
-    capability = torch.cuda.get_device_capability(device)
-    return Limits(int(properties["max_shared_mem"]), capability[0] == 10, capability >= (8, 9))
+    driver = runtime.driver.active
+    properties = driver.utils.get_device_properties(device.index or 0)
+    capability = driver.get_current_target().arch
+    return Limits(int(properties["max_shared_mem"]), capability // 10 == 10, capability >= 89)

@@ -16,7 +16,7 @@ from plugins.elementwise import sigmoid
 from plugins.linear.tiles import row_tiled
 from plugins.mega_mhc.schema import HC_COLLAPSE, HC_EXPAND, HC_MIX
 from plugins.norm import rms_norm
-from plugins.registry import operator
+from plugins.registry import operator, runs_kernels
 
 
 class HcMix(NamedTuple):
@@ -109,7 +109,7 @@ def mega_mhc(
     [T, S] collapses the expanded streams, norm [D] normalises the result.
     """
     run = mhc_pieces
-    if streams.is_cuda and not torch.compiler.is_exporting():
+    if runs_kernels(streams) and not torch.compiler.is_exporting():
         from plugins.mega_mhc import kernel
 
         run = kernel.mega_mhc

@@ -69,16 +69,16 @@ class Sampler:
         plain = np.flatnonzero(~ruled & (heat == 0))
         tokens = torch.empty(len(rows.slots), dtype=torch.int64, device=self._device)
         if len(plain) == len(tokens):
-            tokens = self._sample(logits, rows)
+            tokens = self.draw(logits, rows)
         elif len(plain):
             at = self._tensor(plain)
-            tokens[at] = self._sample(logits.index_select(0, at), rows.take(plain))
+            tokens[at] = self.draw(logits.index_select(0, at), rows.take(plain))
         others = np.flatnonzero(ruled | (heat > 0))
         if len(others):
             at, mine = self._tensor(others), rows.take(others)
             changed = self._copied(logits, at)
             self._rules.apply(changed, mine)
-            tokens[at] = self._sample(changed, mine)
+            tokens[at] = self.draw(changed, mine)
         return Choice(
             tokens.to(torch.int32).cpu().numpy(),
             self._log_probs(logits, tokens, rows),
@@ -104,7 +104,7 @@ class Sampler:
             kept = self._scratch = torch.empty_like(logits)
         return torch.index_select(logits, 0, rows, out=kept[: len(rows)])
 
-    def _sample(self, logits: torch.Tensor, rows: LogitRows) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, rows: LogitRows) -> torch.Tensor:
         slots = rows.slots
         return sample(
             logits,

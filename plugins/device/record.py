@@ -1,0 +1,121 @@
+"""Launches without a device: what kernels a program would launch on a target, and their code.
+
+    with recording("sm_90") as variants:
+        network.forward(batch, cache)          # over meta tensors
+    compiled = [compile_variant(one, "sm_90") for one in variants]
+
+Meta tensors have shapes and no values, so a step of any size takes no memory and its kernels are
+named and not run. A variant is what the Triton language itself compiles once: a kernel with its
+constants, the types of its arguments, which of them are 1 or multiples of 16, warps and stages.
+Both need a process in which kernels are not interpreted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from triton import knobs, runtime
+from triton.backends.compiler import GPUTarget
+
+from plugins.device.launch import limits
+
+# Bytes of shared memory that one block may take, of CUDA's table of compute capabilities.
+TARGETS = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_103": 232_448,
+    "sm_120": 101_376,
+}
+
+
+class Variant(NamedTuple):
+    """`specialization` is the Triton language's own text of all that the code depends on."""
+
+    module: str
+    kernel: str
+    specialization: str
+
+
+class _Driver:
+    """The driver of a device that is not there; its number is that of the target, because kernels
+    keep what they compiled by device."""
+
+    def __init__(self, target: str) -> None:
+        self._capability = int(target.removeprefix("sm_"))
+        properties = {"max_shared_mem": TARGETS[target]}
+        self.utils = SimpleNamespace(get_device_properties=lambda device: properties)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def _as_if_on(target: str) -> Iterator[None]:
+    before: Any = runtime.driver._active
+    runtime.driver.set_active(_Driver(target))
+    limits.cache_clear()
+    try:
+        yield
+    finally:
+        runtime.driver.set_active(before)
+        limits.cache_clear()
+
+
+class _NotRun:
+    """Stands for a kernel that was recorded, so that its next launch costs no more than one."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: object) -> None: ...
+
+    def run(self, *_: object) -> None: ...
+
+
+@contextmanager
+def recording(target: str) -> Iterator[set[Variant]]:
+    """The variants that the block launches on a device of `target`, a name in TARGETS. None of them
+    is compiled or run: what a kernel would have written is left as it is."""
+    variants: set[Variant] = set()
+    caches: list[dict[str, Any]] = []
+
+    def keep(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        specialization = json.loads(compile["specialization_data"])
+        # Where this machine has its mathematical library is nothing that the code depends on.
+        del specialization["options"]["extern_libs"]
+        variants.add(Variant(fn.module, fn.name, json.dumps(specialization)))
+        kernels = fn.jit_function.device_caches[compile["device"]][0]
+        kernels[key] = _NotRun()
+        caches.append(kernels)
+        return True  # that is all
+
+    hook = knobs.runtime.jit_cache_hook
+    with _as_if_on(target):
+        knobs.runtime.jit_cache_hook = keep
+        try:
+            yield variants
+        finally:
+            knobs.runtime.jit_cache_hook = hook
+            for kernels in caches:
+                kernels.clear()
+
+
+def compile_variant(variant: Variant, target: str) -> Any:
+    """The compiled kernel, through the Triton language's cache: `hash` is its key there,
+    `metadata_group` its files. Errors are the compiler's own."""
+    kernel = getattr(importlib.import_module(variant.module), variant.kernel)
+    with _as_if_on(target):
+        return kernel.preload(variant.specialization)

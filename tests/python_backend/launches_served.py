@@ -1,0 +1,111 @@
+"""Serves random requests of TINY over meta tensors and prints which kernels that launches which
+python_backend/executor/launches.py does not foresee. For a process that interprets no kernels."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from engine.config_reader import read_config_file
+from engine.directory import BuildConfig
+from engine.network import Network
+from engine.paged_cache import CachePools
+from engine.tensor_source import SafetensorsSource
+from plugins.device.record import recording
+from python_backend.core import EngineCore
+from python_backend.executor.cuda_executor import CudaExecutor
+from python_backend.executor.inputs import HostDraft
+from python_backend.executor.launches import DEVICE, Answers, network_of_shapes, variants_of
+from python_backend.generation.rows import LogitRows
+from python_backend.generation.sampler import Choice
+from python_backend.settings import CoreLimits, ServeSettings
+from python_backend.step_plan import DraftBlocks
+from tests.python_backend.real_core import serve, stream
+
+TINY = Path(__file__).parents[1] / "vectors" / "tiny"
+TARGET = "sm_90"
+BUILD = BuildConfig(max_batch_size=5, max_num_tokens=400, max_seq_len=700)
+
+
+class Served(CudaExecutor):
+    """Launches what a step launches; tokens, which meta tensors have none of, are drawn."""
+
+    def __init__(self, network: Network, pools: CachePools, limits: CoreLimits) -> None:
+        super().__init__(network, pools, limits, graphs=False, device=DEVICE)
+        self._numbers = np.random.default_rng(1)
+
+    def _choose(self, logits: torch.Tensor, rows: LogitRows) -> Choice:
+        self._sampler.draw(logits, rows)
+        # Drafts are often right.
+        drafts = np.take_along_axis(
+            np.pad(rows.drafts, ((0, 0), (0, 1)), constant_values=7), rows.behind[:, None], axis=1
+        )[:, 0]
+        wrong = self._numbers.random(len(drafts)) < 0.3
+        return Choice(np.where(wrong | (drafts < 0), 7, drafts).astype(np.int32), {}, {})
+
+    def _propose(self, plan: Any, step: Any, output: Any, *rest: Any) -> DraftBlocks | None:
+        draft = HostDraft.of(plan, step, *rest)
+        made = self._draft(draft, output.draft_features)
+        if made is None:
+            return None
+        shape = (plan.arrays.num_requests, made.tokens.shape[1])
+        confidence = np.full(shape, np.nan, dtype=np.float32)
+        confidence[draft.anchors[2]] = 0.9
+        return DraftBlocks(self._numbers.integers(3, 9, shape, dtype=np.int32), confidence)
+
+
+def main() -> None:
+    config, _ = read_config_file(TINY / "config.json")
+    source = SafetensorsSource(TINY)
+    classes = load_file(TINY / "golden_quant.safetensors")["token_class"].numpy()
+    foreseen = variants_of(config, source, classes, BUILD, torch.bfloat16, TARGET)
+    served = set()
+    random = np.random.default_rng(0)
+    for bounded, speculative in ((True, True), (True, False), (False, True)):
+        settings = ServeSettings(
+            dtype="bfloat16",
+            device="cuda",
+            max_batch_size=BUILD.max_batch_size,
+            max_num_tokens=BUILD.max_num_tokens,
+            max_seq_len=BUILD.max_seq_len,
+            num_global_pages=300,
+            swa_bounded_replay=bounded,
+            speculative=speculative,
+        )
+        limits = settings.resolve(config, 1 << 40)
+        network = network_of_shapes(config, source, classes, torch.bfloat16)
+        with torch.no_grad(), recording(TARGET) as found, Answers():
+            pools = CachePools(
+                config,
+                num_global_pages=limits.num_global_pages,
+                num_window_pages=limits.num_window_pages,
+                num_slots=limits.max_batch_size,
+                global_page_tokens=limits.global_page_tokens,
+                window_page_rows=limits.window_page_tokens,
+                dtype=torch.bfloat16,
+                quantize=True,
+                device=DEVICE,
+            )
+            core = EngineCore(Served(network, pools, limits), limits)
+            shared = random.integers(3, 200, 64, dtype=np.int32)
+            streams = []
+            for i in range(8):
+                own = random.integers(3, 200, int(random.integers(1, 600)), dtype=np.int32)
+                prompt = np.concatenate([shared, own])[: int(random.integers(1, 640))]
+                streams.append(stream(f"r{i}", prompt, int(random.integers(1, 24)), True, seed=i))
+            serve(core, streams, random.integers(0, 20, len(streams)).tolist())
+        served |= found
+    unforeseen = [variant._asdict() for variant in sorted(served - foreseen)]
+    json.dump(
+        {"foreseen": len(foreseen), "served": len(served), "unforeseen": unforeseen}, sys.stdout
+    )
+
+
+if __name__ == "__main__":
+    main()
