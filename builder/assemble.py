@@ -6,7 +6,7 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from builder.checkpoint import Checkpoint, check_weight
+from builder.kernels import build_kernels, check_kernels
 from builder.layout import Shard, WeightSpec
 from builder.pack import check_world_size, rank_tensors, write_rank
 from builder.plans import PlanBackend, usable_backend
@@ -51,20 +52,23 @@ def build_engine(
     options: Mapping[str, Any],
     progress: Progress,
     plans: str | None = None,
+    kernels: Sequence[str] = (),
 ) -> tuple[Engine, list[str]]:
     """Write the engine under a temporary name, rename it when complete, and open it; also returns
     warnings.
 
     `options` go into the manifest. `plans`: the compute dtype of the graphs to export, None for
-    none. Raises ConfigError before anything is written when the limits, the rank count or the
-    output directory do not fit, CheckpointError for a NaN or an infinity, PlanError when plans
-    cannot be built.
+    none. `kernels`: the GPUs, such as sm_90, to compile kernels for. Raises ConfigError before
+    anything is written when the limits, the rank count or the output directory do not fit,
+    CheckpointError for a NaN or an infinity, PlanError when plans cannot be built.
     """
     config, source = checkpoint.config, checkpoint.source
     build.check(config)
     check_world_size(config, build.tp_size)
     if plans is not None:
         backend = _plan_backend(build)
+    if kernels:
+        check_kernels(kernels, build.tp_size)
     check_output(output)
     with complete_directory(output) as partial:
         tables, huge = _write_tables(checkpoint.weights, config, source, partial, progress)
@@ -88,10 +92,11 @@ def build_engine(
 
             export_engine(engine, default_options(config, getattr(torch, plans)), progress)
             build_plans(partial / PLANS_DIR, config, build, backend, print)
+        left_out = build_kernels(partial, kernels, progress, print) if kernels else []
         progress.start("hashing", sum(path.stat().st_size for path in files_below(partial)))
         Manifest.write(partial, built, progress.advance)
         progress.finish()
-    return Engine.open(output), list(map(huge_warning, dict.fromkeys(huge)))
+    return Engine.open(output), [*map(huge_warning, dict.fromkeys(huge)), *left_out]
 
 
 def _plan_backend(build: BuildConfig) -> PlanBackend:

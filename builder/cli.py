@@ -95,6 +95,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DTYPE",
         help="also make ONNX graphs and TensorRT plans, bfloat16 or float32 (%(const)s)",
     )
+    _option(
+        engine,
+        "kernels",
+        nargs="+",
+        default=(),
+        metavar="sm_90",
+        help="also compile the kernels that serving in bfloat16 launches on these GPUs",
+    )
 
     init = _command(commands, "init", "write a random checkpoint")
     _option(init, "config", required=True, help=CONFIG_HELP)

@@ -68,6 +68,7 @@ def _engine(args: argparse.Namespace) -> None:
         classes,
         options=options,
         plans=args.plans,
+        kernels=args.kernels,
         progress=Progress(),
     )
     _warn(warnings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from builder.checkpoint import Checkpoint
@@ -13,6 +13,7 @@ from builder.pack import check_world_size, rank_bytes
 from engine.cache_sizes import global_page_bytes, tail_bytes, window_page_bytes
 from engine.config import ConfigError, ModelConfig
 from engine.directory import Engine
+from engine.kernels import KernelsInfo, read_kernels
 from engine.plans import PlanInfo, read_plans
 from engine.tensor_source import TensorSource
 
@@ -41,6 +42,7 @@ class Subject:
     max_seq_len: int
     tp_size: int | None
     plans: Mapping[str, PlanInfo] = field(default_factory=dict)
+    kernels: Mapping[str, KernelsInfo] = field(default_factory=dict)
 
 
 def subject_of_config(name: str, config: ModelConfig) -> Subject:
@@ -83,6 +85,7 @@ def subject_of_engine(engine: Engine) -> Subject:
         engine.build.max_seq_len,
         engine.build.tp_size,
         read_plans(engine.path),
+        read_kernels(engine.path),
     )
 
 
@@ -118,6 +121,8 @@ def describe(subject: Subject, memory: int | None) -> dict[str, Any]:
     }
     if subject.plans:
         report["plans"] = {segment: _plan(plan) for segment, plan in subject.plans.items()}
+    if subject.kernels:
+        report["kernels"] = {target: asdict(info) for target, info in subject.kernels.items()}
     if memory is not None:
         report["capacity"] = _capacity(subject, memory, per_token, request)
     return report
@@ -246,6 +251,15 @@ def _lines(report: Mapping[str, Any]) -> Iterable[str]:
             yield (
                 f"  {segment:<10}{_size(plan['bytes']):>14}   by {plan['built_by']}, "
                 f"runs on compute capability {runs_on}"
+            )
+    if "kernels" in report:
+        yield ""
+        yield "Compiled kernels"
+        for target, kernels in report["kernels"].items():
+            yield (
+                f"  {target:<10}{_size(kernels['num_bytes']):>14}   {kernels['count']} for "
+                f"{kernels['dtype']}, by the Triton language {kernels['triton']} and Python "
+                f"{kernels['python']}"
             )
     yield ""
     yield f"GPUs needed for weights and one request ({USABLE_SHARE:.0%} of the memory is used)"

@@ -10,7 +10,7 @@ _REPORT_EVERY_S = 2.0
 
 
 class Progress:
-    """Counts one piece of work at a time, in bytes or tokens, and reports every two seconds.
+    """Counts one piece of work at a time and reports every two seconds.
 
     On a terminal the line is rewritten in place; elsewhere each report is a line of its own.
     """
@@ -23,8 +23,10 @@ class Progress:
         self._total = self._done = 0
         self._started = self._reported = 0.0
 
-    def start(self, title: str, total: int, unit: Literal["MiB", "tokens"] = "MiB") -> None:
-        """`total` and what `advance` adds are bytes, or tokens."""
+    def start(
+        self, title: str, total: int, unit: Literal["MiB", "tokens", "kernels"] = "MiB"
+    ) -> None:
+        """`total` and what `advance` adds are bytes, or what `unit` says."""
         self._title, self._total, self._done = title, total, 0
         self._unit, self._scale = unit, 2**20 if unit == "MiB" else 1
         self._started = self._reported = time.monotonic()

@@ -24,6 +24,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.directory import Engine
+from engine.kernels import kernels_dir, read_kernels
 from engine.manifest import EngineError
 from engine.network import Network
 from engine.network.device import moved
@@ -45,6 +46,7 @@ from python_backend.settings import CoreLimits, ServeSettings, SettingsError
 from python_backend.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
+    from plugins.device.store import KernelStore
     from python_backend.kv_events import KvEventPublisher
 
 logger = logging.getLogger(__name__)
@@ -175,6 +177,7 @@ class ServedModel:
     grammars: Grammars
     defaults: Defaults = NO_DEFAULTS
     events: KvEventPublisher | None = None
+    kernels: KernelStore | None = None  # on a GPU, of an engine that has them
 
     @staticmethod
     def open(
@@ -183,6 +186,7 @@ class ServedModel:
         """Read the engine and make the pools. Raises what `check` raises, and CheckpointError:
         each a ValueError with one sentence."""
         checked = check(engine_dir, options)  # before minutes of loading
+        kernels = stored_kernels(checked)
         events = _kv_events(checked.settings.kv_events)
         make_executor = _load(checked, on_progress)
         limits = checked.limits()
@@ -199,6 +203,7 @@ class ServedModel:
             grammars=Grammars(config, checked.text),
             defaults=checked.defaults,
             events=events,
+            kernels=kernels,
         )
 
     def start(self) -> None:
@@ -230,6 +235,8 @@ class ServedModel:
         ended.wait()
         if last[0].error is not None:
             raise last[0].error
+        if self.kernels is not None:
+            self.kernels.log()
 
     def stop(self) -> None:
         """End what runs, each request with its last delta, and the thread."""
@@ -245,6 +252,34 @@ class ServedModel:
             self.core.run()
         except Exception:  # every request was told; new ones are refused from now on
             logger.exception("core_failed")
+
+
+def stored_kernels(checked: CheckedEngine) -> KernelStore | None:
+    """The engine's kernels for this GPU, from which this process launches from now on; None where
+    it has none or runs none. Raises SettingsError where they are needed and not there."""
+    if checked.runs_plans or checked.device == "cpu":
+        return None
+    from plugins.device.store import KernelStore, device_target
+
+    engine, settings, target = checked.engine, checked.settings, device_target()
+    info = read_kernels(engine.path).get(target)
+    if info is not None and info.dtype == settings.dtype:
+        store = KernelStore(kernels_dir(engine.path), target, only=not settings.compile_kernels)
+        store.serve()
+        return store
+    lacking = f"kernels for {target} and {settings.dtype}"
+    remedy = f"build the engine with --kernels {target} and serve in bfloat16"
+    if not settings.compile_kernels:
+        raise SettingsError(
+            f"expected {lacking} in the engine {engine.path} with compile_kernels off, found none; "
+            f"{remedy}, or turn it on"
+        )
+    logger.warning(
+        "the engine has no %s: they are compiled when first launched, which takes minutes; %s",
+        lacking,
+        remedy,
+    )
+    return None
 
 
 def _load(

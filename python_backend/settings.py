@@ -101,6 +101,7 @@ class ServeSettings:
     executor: str = "torch"  # or "plan": the engine's TensorRT plans, on a GPU
     device: str = "cpu"  # of the torch executor: or "cuda"
     cuda_graphs: bool = True  # on a GPU: replay steps of few sizes as CUDA graphs
+    compile_kernels: bool = True  # on a GPU: those that the engine lacks; False refuses them
     engram_on_host: bool = False  # on a GPU: leave the Engram tables in pinned host memory
     cache_quant: bool = True  # packed FP4/FP8 cache records, as the model was trained
     max_batch_size: int = 64  # requests running at once

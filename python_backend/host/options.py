@@ -26,6 +26,7 @@ SETTING_HELP = {
     "executor": "torch, or plan: the engine's TensorRT plans, on a GPU",
     "device": "cpu, or cuda: where the torch executor computes",
     "cuda_graphs": "on a GPU: replay steps of few sizes as CUDA graphs",
+    "compile_kernels": "on a GPU: compile kernels that the engine lacks, or refuse to",
     "engram_on_host": "on a GPU: leave the Engram tables in pinned host memory",
     "cache_quant": "packed FP4/FP8 cache records, as the model was trained",
     "max_batch_size": "requests that run at once (the engine's limit)",
@@ -49,6 +50,7 @@ SETTING_HELP = {
 }
 _SWITCHES = (
     "cuda_graphs",
+    "compile_kernels",
     "engram_on_host",
     "cache_quant",
     "prefix_cache",
