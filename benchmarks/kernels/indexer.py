@@ -11,10 +11,10 @@ from harness import DEVICE, Row, relative, rotations
 
 from plugins.formats.records import index_record
 from plugins.formats.rows import PackedRows
-from plugins.indexer import kernel
+from plugins.indexer import PagedSlots, kernel
 from plugins.registry import OPERATORS
 
-HEADS, WIDTH, BLOCK, LISTED = 32, 128, 8, 2048
+HEADS, WIDTH, BLOCK, LISTED, PAGE = 32, 128, 8, 2048, 64
 KEY_BYTES = index_record(WIDTH).bytes_per_row
 # Requests, rows a request, context → microseconds to stay below: 0.65 of the peer from 32K on.
 DECODE = {
@@ -29,10 +29,9 @@ CANDIDATES = {1: 5.0, 16: 20.0, 64: 60.0}
 
 
 def operands(keys: PackedRows, requests: int, rows: int, context: int) -> dict[str, Any]:
-    """`rows` of each request at the end of its context; keys in pages of 64 rows, shuffled."""
+    """`rows` of each request at the end of its context; keys in pages, shuffled."""
     pages, layout = keys.data.shape[0], keys.layout
-    table = torch.randint(pages, (requests, -(-context // 64)), device=DEVICE)
-    slots = (table.unsqueeze(-1) * 64 + torch.arange(64, device=DEVICE)).flatten(1)
+    table = torch.randint(pages, (requests, -(-context // PAGE)), device=DEVICE)
     count = requests * rows
     queries = torch.randn(count, HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     behind = torch.arange(rows - 1, -1, -1, device=DEVICE).repeat(requests)
@@ -40,7 +39,7 @@ def operands(keys: PackedRows, requests: int, rows: int, context: int) -> dict[s
         "queries": layout.round(queries),
         "head_weights": torch.randn(count, HEADS, device=DEVICE, dtype=torch.bfloat16),
         "keys": keys,
-        "key_slots": slots[:, :context].contiguous(),
+        "key_slots": PagedSlots(table * PAGE, PAGE, context),
         "request": torch.arange(requests, device=DEVICE).repeat_interleave(rows),
         "num_visible": context - behind,
     }
@@ -94,14 +93,14 @@ def deep_gemm(peers: ModuleType, requests: int, context: int, sets: int) -> list
 
 def rows(peers: ModuleType | None) -> Iterator[Row]:
     layout = index_record(WIDTH)
-    pages = (1 << 23) // 64 if DEVICE == "cuda" else 64
+    pages = (1 << 23) // PAGE if DEVICE == "cuda" else 64
     some = layout.pack(torch.randn(4096, WIDTH, device=DEVICE))
-    data = some[torch.randint(4096, (pages * 64,), device=DEVICE)]
-    keys = PackedRows(data.view(pages, 64, KEY_BYTES), layout)
+    data = some[torch.randint(4096, (pages * PAGE,), device=DEVICE)]
+    keys = PackedRows(data.view(pages, PAGE, KEY_BYTES), layout)
 
     def row(case: str, shape: tuple[int, int, int], target: float | None, theirs: Any) -> Row:
         requests, each, context = shape
-        read = requests * context * (KEY_BYTES + 8)
+        read = requests * context * (KEY_BYTES + 8 / PAGE)
         cost = read + requests * each * context * 4
         sets = [operands(keys, *shape) for _ in range(rotations(cost))]
         ours = [lambda given=given: kernel.index_scores(**given) for given in sets]
@@ -109,7 +108,7 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
         peer = "deep_gemm.fp8_paged_mqa_logits"
         return Row(
             "index_scores", case, cost, flop, ours, lambda: error(sets[0]), 1e-4, target, peer,
-            theirs,
+            theirs, "float8",
         )  # fmt: skip
 
     for shape, target in DECODE.items():
@@ -123,7 +122,7 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
         yield row(f"prefill {count} of {context}", (1, count, context), target, [])
     for requests, target in CANDIDATES.items():
         context = 131_072 if DEVICE == "cuda" else 1024
-        cost = requests * LISTED * BLOCK * (KEY_BYTES + 8 + 4)
+        cost = requests * LISTED * (BLOCK * (KEY_BYTES + 4) + 8 + 8)
         given = [operands(keys, requests, 1, context) for _ in range(rotations(cost))]
         blocks = [candidate_blocks(one, context) for one in given]
         ours = [
@@ -133,5 +132,5 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
         yield Row(
             "candidate_scores", f"{requests}x{LISTED * BLOCK} of {context}", cost,
             2.0 * requests * LISTED * BLOCK * HEADS * WIDTH, ours,
-            lambda g=given, b=blocks: candidate_error(g[0], b[0]), 1e-6, target,
+            lambda g=given, b=blocks: candidate_error(g[0], b[0]), 1e-6, target, unit="float8",
         )  # fmt: skip

@@ -19,8 +19,8 @@ import triton.language as tl
 from plugins.device.launch import INTERPRETED, limits, needs_reference, padded, unit_stride
 from plugins.device.rows import MXFP4_WORDS, DeviceRows, device_rows, entry_slots, load_rows
 from plugins.indexer.kernel_candidates import list_blocks, name_entries
-from plugins.indexer.kernel_float8 import WIDTH as FLOAT8_WIDTH
-from plugins.indexer.kernel_float8 import index_scores_float8
+from plugins.indexer.kernel_float8 import scores_float8
+from plugins.indexer.kernel_keys import WIDTH as FLOAT8_WIDTH
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import OPERATORS
 from plugins.topk_select.kernel import topk_select
@@ -184,16 +184,11 @@ def index_scores(
     if num_rows == 0 or num_keys == 0:
         return scores
     queries, head_weights = unit_stride(queries), unit_stride(head_weights)
+    if _takes_float8(queries, stored):
+        scores_float8(scores, queries, head_weights, stored, slots, request, num_visible)
+        return scores
     first = unit_stride(slots.first)
     of_keys = first, first.stride(0), slots.rows_per_page, num_keys
-    if _takes_float8(queries, stored):
-        index_scores_float8[(triton.cdiv(num_keys, _KEY_TILE * _RUN_TILES), num_rows)](
-            queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
-            *stored.arguments(),
-            *of_keys, request, num_visible, scores, num_keys,
-            scores, 0, 0, heads, padded(heads), _KEY_TILE, _RUN_TILES, INTERPRETED, num_warps=4,
-        )  # fmt: skip
-        return scores
     sharing = min(_MAX_ROWS, padded(-(-num_rows // max(requests, 1)), 1))
     grid = (triton.cdiv(num_keys, _KEY_TILE * _RUN_TILES), triton.cdiv(num_rows, sharing))
     _index_scores[grid](
@@ -240,13 +235,9 @@ def candidate_scores(
     first = unit_stride(slots.first)
     of_keys = first, first.stride(0), slots.rows_per_page, slots.count
     if _takes_float8(queries, stored):
-        index_scores_float8[(triton.cdiv(num_columns, _KEY_TILE), num_rows)](
-            queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
-            *stored.arguments(),
-            *of_keys, request, num_visible,
-            scores, num_columns, blocks, blocks.stride(0), block_size,
-            heads, padded(heads), _KEY_TILE, 1, INTERPRETED, num_warps=4,
-        )  # fmt: skip
+        scores_float8(
+            scores, queries, head_weights, stored, slots, request, num_visible, blocks, block_size
+        )
         return scores
     _candidate_scores[(triton.cdiv(num_columns, _KEY_TILE), num_rows)](
         queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),

@@ -12,7 +12,8 @@ class PagedSlots:
     """Slots [R, count]: entry j of a request is row j % rows_per_page of its page
     j // rows_per_page. A long context has more entries than its scores have bytes to spare."""
 
-    first: torch.Tensor  # int64 [R, pages] slot of each page's first row, negative for no page
+    # int64 [R, pages] slot of each page's first row, a multiple of rows_per_page; −1 for no page.
+    first: torch.Tensor
     rows_per_page: int
     count: int
 

@@ -76,7 +76,7 @@ INDEXER = {
     "weight_stride": STRIDE, "data": "*u8", "page_stride": STRIDE, "key_slots": "*i64",
     "slots_stride": STRIDE, "num_keys": STRIDE, "request": "*i64", "num_visible": "*i64",
     "scores": "*fp32", "num_rows": "i32", "num_columns": STRIDE, "blocks": "*i64",
-    "blocks_stride": STRIDE,
+    "blocks_stride": STRIDE, "codes": "*u8", "weights": "*fp32", "tiles": "i32",
 }  # fmt: skip
 SELECT = {
     "scores": "*fp32", "row_stride": STRIDE, "columns": "*i32", "num_columns": STRIDE,
@@ -179,6 +179,31 @@ def engram_kernels(device: Limits) -> Kernels:
     ]  # fmt: skip
 
 
+def index_float8_kernels() -> Kernels:
+    shared = {**INDEX, "PER_PAGE": 64, "HEADS": 32, "WARPS": 4, "WIDEN": False, "EARLY": True}
+    few = {**shared, "BLOCK": 0, "TILE": 64}
+    one = {"SHARING": 1, "SPAN": 1, "BATCH": 1}
+    return [
+        ("index float8", float8.score_few_rows, INDEXER, {**few, **one}, 4),
+        (
+            "index float8 verify", float8.score_few_rows, INDEXER,
+            {**few, "SHARING": 6, "SPAN": 8, "BATCH": 2}, 4,
+        ),
+        (
+            "index float8 candidates", float8.score_few_rows, INDEXER,
+            {**few, **one, "BLOCK": 8}, 4,
+        ),
+        (
+            "index float8 prefill", float8.score_many_rows, INDEXER,
+            {**shared, "SHARING": 256, "BATCH": 4, "TILE": 128, "STAGES": 3}, 4,
+        ),
+        (
+            "index float8 pack", float8.pack_queries, INDEXER,
+            {"H": 32, "HEADS": 32, "EARLY": True}, 4,
+        ),
+    ]  # fmt: skip
+
+
 def kernels(device: Limits) -> Kernels:
     whole = {
         **HEAD, **DOT, **prefixed("WINDOW", WINDOW), **prefixed("MAIN", MAIN),
@@ -202,12 +227,9 @@ def kernels(device: Limits) -> Kernels:
         ),
         ("attention join", attention._join, ATTENTION, {**HEAD, "HEADS": 16}, 4),
         ("index decode", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=1), 4),
-        (
-            "index float8", float8.index_scores_float8, INDEXER,
-            {**KEYS, "H": 32, "HEADS": 32, "TILE": 128, "TILES": 4, "BLOCK": 0, "WIDEN": False}, 4,
-        ),
         ("index verify", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=4), 4),
         ("index candidates", indexer._candidate_scores, INDEXER, index_constants(BLOCK=8), 4),
+        *index_float8_kernels(),
         ("select chunk", select._select_chunk, SELECT, one, 16),
         ("select rest", select._select_chunk, SELECT, {**one, "FIRST": False, "LAST": True}, 16),
         ("block scores", select._block_scores, SELECT, {"BLOCK": 8, "PADDED": 8, "TILE": 512}, 4),
@@ -256,7 +278,7 @@ def main() -> None:
         # What differs between generations is how products are made.
         if capability != 90 and name not in FOR_EVERY_GENERATION:
             continue
-        if name in ("index float8", "linear float8") and not device.float8:
+        if name.startswith(("index float8", "linear float8")) and not device.float8:
             continue
         made = compile_kernel(
             kernel, arguments, constants, compute_capability=capability, num_warps=warps,
