@@ -96,6 +96,20 @@ def test_torch_free_files_reach_no_torch() -> None:
                 pending += [by_module[m] for m in _with_parents(module) if m in by_module]
 
 
+def test_one_function_says_which_tensors_run_kernels() -> None:
+    """Meta tensors do too, which is how an engine's kernels are found (docs/adr/0010): who asks for
+    is_cuda instead leaves some of them out. Two ask where memory lies, not which code runs."""
+    asking = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("plugins", "engine")
+        for path in python_files(package)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "is_cuda"
+    }
+    memory = {"plugins/engram/kernel.py", "engine/network/engram.py"}
+    assert asking == {"plugins/registry.py", *memory}, "use plugins.registry.runs_kernels"
+
+
 def _with_parents(module: str) -> list[str]:
     parts = module.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]

@@ -7,6 +7,7 @@ import torch
 from plugins.formats.rows import RowStore
 from plugins.kv_write.reference import kv_write
 from plugins.norm import rms_norm
+from plugins.registry import runs_kernels
 from plugins.rope import apply_rope
 
 
@@ -23,7 +24,7 @@ def rotated_write(
     """Store x [n, width], normalised by norm [width] unless it is None and rotated by
     positions [n], at int64 slots [n] of `rows` as kv_write does. inv_freq as in apply_rope."""
     run = rotated_pieces
-    if x.is_cuda and not torch.compiler.is_exporting():
+    if runs_kernels(x) and not torch.compiler.is_exporting():
         from plugins.kv_write import kernel
 
         run = kernel.rotated_write
