@@ -37,6 +37,9 @@ _LEFT_BEHIND_SECONDS = 3.0
 _POLL_SECONDS = 0.1
 _MOST_PING_SECONDS = 20.0  # that a gRPC client may take to answer one
 _UNLOAD_HEADER = "dsv41-serve"
+# Nobody's business but this launcher's: a client that registers shared memory reaches the model
+# process's own region, too, and one that changes logging or tracing fills a disk.
+_RESTRICTED = "model-repository,shared-memory,logging,trace"
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -137,10 +140,9 @@ class ServerProcess:
                 "drain_seconds": str(drain_seconds),
             }
             write_repository(repository, {**parameters, **more})
-            # Unloading ends the model cleanly whatever connections clients keep open, and is
-            # nobody else's business.
+            # Unloading ends the model cleanly whatever connections clients keep open.
             unload_key = secrets.token_hex(16)
-            restricted = f"model-repository:{_UNLOAD_HEADER}={unload_key}"
+            restricted = f"{_RESTRICTED}:{_UNLOAD_HEADER}={unload_key}"
             process = subprocess.Popen(
                 [
                     *server_command(files, instance, repository),

@@ -11,18 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.server.deployment import (
     GOLDEN,
+    MODEL,
     PROMPT,
     Deployment,
     EventStream,
     RefusedError,
     get,
     joined,
+    post,
     shared_memory,
 )
 
@@ -230,6 +234,31 @@ def test_wrong_types_and_shapes_are_refused_by_the_server_itself(server: Deploym
 def test_an_unknown_json_field_is_not_ignored(server: Deployment) -> None:
     with pytest.raises(RefusedError, match=r"^400 \[invalid_argument\].*did you mean max_tokens"):
         server.generate(input_ids=[1], max_token=5)
+
+
+def test_what_is_the_operators_is_closed_to_clients(server: Deployment) -> None:
+    """A client that registers the model process's own shared memory could write into it; verbose
+    logging, tracing and unloading are nobody's business either."""
+    region = {"key": f"/{server.region}", "offset": 0, "byte_size": 64}
+    for path, body in (
+        ("systemsharedmemory/region/x/register", region),
+        ("logging", {"log_verbose_level": 9}),
+        ("trace/setting", {"trace_level": ["TIMESTAMPS"]}),
+        (f"repository/models/{MODEL}/unload", {}),
+    ):
+        status, said = post(server.http, f"/v2/{path}", body)
+        assert (status, b"restricted" in said) == (403, True), path
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        calls = (
+            (stub.SystemSharedMemoryRegister, service_pb2.SystemSharedMemoryRegisterRequest),
+            (stub.LogSettings, service_pb2.LogSettingsRequest),
+            (stub.TraceSetting, service_pb2.TraceSettingRequest),
+            (stub.RepositoryModelUnload, service_pb2.RepositoryModelUnloadRequest),
+        )
+        for call, request in calls:
+            with pytest.raises(grpc.RpcError, match="restricted"):
+                call(request(), timeout=10)
 
 
 def test_log_lines_are_json_with_the_clients_request_id(server: Deployment) -> None:
