@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         import uvicorn
 
         from client.openai.app import create_app
+        from client.openai.connections import ImpatientProtocol
     except ImportError as error:
         raise ValueError(
             f"expected the packages of the extra openai-proxy, but {error}: "
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             timeout_graceful_shutdown=arguments.drain_seconds,
             ssl_certfile=arguments.tls_certificate,
             ssl_keyfile=arguments.tls_key,
-            http="h11",
+            http=ImpatientProtocol,
             ws="none",
         )
     )

@@ -15,6 +15,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from client.openai import page
 from client.openai.deployment import Deployment
@@ -143,11 +144,14 @@ class _Proxy:
             raise ApiError(
                 415, f"expected a body of type application/json, got {sent_as or 'none'}"
             )
-        body = await read_body(
-            request.stream(),
-            request.headers.get("Content-Length"),
-            self._settings.most_body_bytes,
-        )
+        try:
+            body = await read_body(
+                request.stream(),
+                request.headers.get("Content-Length"),
+                self._settings.most_body_bytes,
+            )
+        except ClientDisconnect:
+            raise ClientLeftError from None
         fields = read_fields(kind, body)
         assert isinstance(fields, Sampling)
         self._check_model(fields.model)

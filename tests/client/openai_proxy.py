@@ -15,6 +15,7 @@ import openai
 import uvicorn
 
 from client.openai.app import create_app
+from client.openai.connections import ImpatientProtocol
 from client.openai.settings import ApiKeys, ProxySettings
 
 MODEL = "deepseek_v41"
@@ -27,7 +28,9 @@ def serving(deployment: str, keys: tuple[str, ...] = (), **changes: Any) -> Iter
     app = create_app(ProxySettings(deployment, **changes), ApiKeys(keys))
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, http="h11", ws="none", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app, log_config=None, http=ImpatientProtocol, ws="none", timeout_graceful_shutdown=1
+        )
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

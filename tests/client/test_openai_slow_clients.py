@@ -1,4 +1,5 @@
-"""A client of the proxy that does not read, before the real Triton server with the echo model."""
+"""Clients of the proxy that neither read nor send, before the real Triton server with the echo
+model."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import time
 
 import pytest
 
-from tests.client.openai_proxy import CHAT, COMPLETIONS, MODEL, get, post, user
+from client.openai import connections
+from tests.client.openai_proxy import CHAT, COMPLETIONS, MODEL, get, post, serving, user
 from tests.client.real_server import ROOT, Server, assert_stops
 
 pytestmark = pytest.mark.server
@@ -55,3 +57,39 @@ def test_a_client_that_does_not_read_is_cut(server: Server) -> None:
     running.send_signal(signal.SIGTERM)
     assert running.wait(15) == 0
     assert running.stderr.read() == ""
+
+
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def test_a_client_that_sends_no_head_is_cut(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, half a head, and half a head behind an answer; long answers are let alone."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    asked = {"model": MODEL, "messages": user("[slow]" + "a" * 20)}
+    body = json.dumps(asked)
+    whole = f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    with serving(server.grpc) as proxy:
+        port = int(proxy.split(":")[1])
+        for sent in (b"", HEAD.encode(), whole, whole + HEAD.encode()):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                client.sendall(sent)
+                said = b"".join(iter(lambda: client.recv(65536), b""))
+            assert said.startswith(b"HTTP/1.1 200") == sent.startswith(whole)
+
+
+def test_a_client_that_leaves_in_its_body_leaves_no_trace(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of them wrote a page of the library's insides into the log."""
+    with serving(server.grpc) as proxy:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", int(proxy.split(":")[1]))) as client:
+                client.sendall(f"{HEAD}Content-Length: 9\r\n\r\n{{".encode())
+        deadline = time.monotonic() + 10
+        left = 'dsv41_proxy_requests_total{path="/v1/chat/completions",status="499"} 20.0'
+        while left not in get(proxy, "/metrics")[2]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
