@@ -122,11 +122,9 @@ def _compile(
         with ProcessPoolExecutor(
             min(_MOST_PROCESSES, os.cpu_count() or 1), get_context("spawn"), _forget_interpreter
         ) as processes:
-            for answer in processes.map(compile_one, variants):
-                if isinstance(answer, str):
-                    failures.append(f"{answer}; {target} is built without this kernel")
-                else:
-                    sizes.append(answer)
+            for size, failure in processes.map(compile_one, variants):
+                sizes += [size] if size else []
+                failures += [failure] if failure else []
                 progress.advance(1)
     except BrokenProcessPool:
         raise KernelError(
@@ -139,19 +137,28 @@ def _forget_interpreter() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
 
 
-def _compile_one(directory: Path, target: str, variant: str) -> int | str:
-    """Bytes, or why there are none."""
+def _compile_one(directory: Path, target: str, variant: str) -> tuple[int, str]:
+    """Bytes, and what went wrong."""
+    from plugins.device.launchers import keep_launcher
     from plugins.device.record import TARGETS, Variant, compile_variant
     from plugins.device.store import keep
 
     one = Variant(*json.loads(variant))
-    name = f"{one.module}.{one.kernel}"
+    name = f"{one.module}.{one.kernel} for {target}"
     try:
         compiled = compile_variant(one, target)
     except Exception as error:  # a compiler's are of many kinds
         reason = (str(error).splitlines() or [""])[0]
-        return f"{name} does not compile: {reason or type(error).__name__}"
+        return 0, f"left out {name}, which does not compile: {reason or type(error).__name__}"
     shared, room = compiled.metadata.shared, TARGETS[target]
     if shared > room:
-        return f"{name} takes {shared} bytes of shared memory, of which there are {room}"
-    return keep(directory, target, compiled)
+        return 0, f"left out {name}, which needs {shared} bytes of shared memory and has {room}"
+    size = keep(directory, target, compiled)
+    try:
+        keep_launcher(directory, compiled)
+    except (OSError, RuntimeError, subprocess.CalledProcessError):
+        return size, (
+            "left out what launches the kernels, for want of a C compiler or of Python's headers; "
+            "a server then needs both"
+        )
+    return size, ""

@@ -1,6 +1,7 @@
 """Compiled kernels in a directory, for machines that need not compile them.
 
     DIRECTORY/sm_90/KEY.json, KEY.cubin      KEY as the Triton language names a variant
+    DIRECTORY/launchers/KEY.NAME.so          what the host launches them with: launchers.py
 
 Its key is a hash of the kernel's source, of all that it is specialised for, of target, options,
 compiler and assembler. With another version of any of them nothing is found here, never something
@@ -15,8 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from triton import knobs, runtime
+import torch
+from triton import knobs
 from triton.runtime.cache import CacheManager, FileCacheManager
+
+LAUNCHERS = "launchers"
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,8 @@ class MissingKernelError(RuntimeError):
 
 def device_target() -> str:
     """The name of the current device's architecture, such as sm_90."""
-    return f"sm_{runtime.driver.active.get_current_target().arch}"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
 
 
 def keep(directory: Path, target: str, compiled: Any) -> int:
@@ -47,6 +52,7 @@ class KernelStore:
 
     def __init__(self, directory: Path, target: str, *, only: bool) -> None:
         self._folder = directory / target
+        self._modules = directory / LAUNCHERS
         self._target = target
         self._only = only
         self._launched = "a kernel"
@@ -91,6 +97,11 @@ class KernelStore:
         logger.warning("compiling %s, which the engine lacks", self._launched)
         return None
 
+    def module(self, key: str, filename: str) -> str | None:
+        """The file of a module of the host's, None where there is none."""
+        path = self._modules / f"{key}.{filename}"
+        return str(path) if path.is_file() else None
+
     def _remember(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> None:
         names = fn.jit_function.arg_names
         constants = {names[place[0]]: value for place, value in compile["constants"].items()}
@@ -121,8 +132,8 @@ class _Cache(CacheManager):  # type: ignore[misc]
         return found
 
     def get_file(self, filename: str) -> str | None:
-        path: str | None = self._below.get_file(filename)
-        return path
+        path = self._store.module(self._key, filename)
+        return path or self._below.get_file(filename)
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         path: str = self._below.put(data, filename, binary)

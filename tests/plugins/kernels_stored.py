@@ -7,14 +7,20 @@ python kernels_stored.py serve DIRECTORY
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton import knobs
+from triton.backends.nvidia import driver
+from triton.runtime.build import platform_key
+from triton.runtime.cache import get_cache_manager
 
+from plugins.device.launchers import keep_launcher
 from plugins.device.record import compile_variant, recording
 from plugins.device.store import KernelStore, MissingKernelError, keep
 from plugins.norm import rms_norm
@@ -40,12 +46,22 @@ def main(what: str, directory: Path) -> None:
     knobs.compilation.listener = listen
     known, other = variants_of(5, 64), variants_of(5, 96)
     if what == "keep":
-        size = sum(keep(directory, TARGET, compile_variant(one, TARGET)) for one in known)
+        size = 0
+        for one in known:
+            kernel = compile_variant(one, TARGET)
+            size += keep(directory, TARGET, kernel)
+            keep_launcher(directory, kernel)
         print(json.dumps({"compiled": compiled, "size": size, "variants": len(known)}))
         return
     store = KernelStore(directory, TARGET, only=True)
     store.serve()
-    names = [compile_variant(one, TARGET).name for one in known]
+    kernels = [compile_variant(one, TARGET) for one in known]
+    (kernel,) = kernels
+    source = driver.make_launcher(kernel.src.constants, kernel.src.signature, None)
+    key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
+    launcher = get_cache_manager(key).get_file(
+        f"__triton_launcher{sysconfig.get_config_var('EXT_SUFFIX')}"
+    )
     refused = ""
     try:
         compile_variant(other[0], TARGET)
@@ -55,7 +71,8 @@ def main(what: str, directory: Path) -> None:
         json.dumps(
             {
                 "compiled": compiled,
-                "names": names,
+                "names": [kernel.name for kernel in kernels],
+                "launcher": launcher,
                 "found": len(store.found),
                 "missing": len(store.missing),
                 "refused": refused,

@@ -49,6 +49,7 @@ def test_stored_kernels_are_found_and_others_refused_by_name(tmp_path: Path) -> 
     served = run("serve", moved, tmp_path / "none")
     assert served["compiled"] == []
     assert served["names"] == ["_rms_norm"]
+    assert Path(served["launcher"]).parent == moved / "launchers"
     assert (served["found"], served["missing"]) == (1, 1)
     assert "plugins.norm.kernel._rms_norm[" in served["refused"]
     assert "--kernels sm_90" in served["refused"]
