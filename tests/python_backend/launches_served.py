@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from engine.config import ModelConfig
 from engine.config_reader import read_config_file
 from engine.directory import BuildConfig
 from engine.network import Network
@@ -27,6 +28,7 @@ from python_backend.generation.sampler import Choice
 from python_backend.settings import CoreLimits, ServeSettings
 from python_backend.step_plan import DraftBlocks
 from tests.python_backend.real_core import serve, stream
+from tests.python_backend.serving import Stream
 
 TINY = Path(__file__).parents[1] / "vectors" / "tiny"
 TARGET = "sm_90"
@@ -60,6 +62,32 @@ class Served(CudaExecutor):
         return DraftBlocks(self._numbers.integers(3, 9, shape, dtype=np.int32), confidence)
 
 
+def pools_of(config: ModelConfig, limits: CoreLimits, device: str) -> CachePools:
+    return CachePools(
+        config,
+        num_global_pages=limits.num_global_pages,
+        num_window_pages=limits.num_window_pages,
+        num_slots=limits.max_batch_size,
+        global_page_tokens=limits.global_page_tokens,
+        window_page_rows=limits.window_page_tokens,
+        dtype=torch.bfloat16,
+        quantize=True,
+        device=device,
+    )
+
+
+def random_streams(random: np.random.Generator) -> tuple[list[Stream], list[int]]:
+    """Requests of TINY and the steps before which they come: some with a common beginning, one of
+    more rows than steps are padded to."""
+    shared = random.integers(3, 200, 64, dtype=np.int32)
+    streams = []
+    for i in range(8):
+        own = random.integers(3, 200, int(random.integers(1, 600)), dtype=np.int32)
+        prompt = np.concatenate([shared, own])[: int(random.integers(1, 640))]
+        streams.append(stream(f"r{i}", prompt, int(random.integers(1, 24)), i % 3 > 0, seed=i))
+    return streams, random.integers(0, 20, len(streams)).tolist()
+
+
 def main() -> None:
     config, _ = read_config_file(TINY / "config.json")
     source = SafetensorsSource(TINY)
@@ -81,30 +109,12 @@ def main() -> None:
         limits = settings.resolve(config, 1 << 40)
         network = network_of_shapes(config, source, classes, torch.bfloat16)
         with torch.no_grad(), recording(TARGET) as found, Answers():
-            pools = CachePools(
-                config,
-                num_global_pages=limits.num_global_pages,
-                num_window_pages=limits.num_window_pages,
-                num_slots=limits.max_batch_size,
-                global_page_tokens=limits.global_page_tokens,
-                window_page_rows=limits.window_page_tokens,
-                dtype=torch.bfloat16,
-                quantize=True,
-                device=DEVICE,
-            )
-            core = EngineCore(Served(network, pools, limits), limits)
-            shared = random.integers(3, 200, 64, dtype=np.int32)
-            streams = []
-            for i in range(8):
-                own = random.integers(3, 200, int(random.integers(1, 600)), dtype=np.int32)
-                prompt = np.concatenate([shared, own])[: int(random.integers(1, 640))]
-                streams.append(stream(f"r{i}", prompt, int(random.integers(1, 24)), True, seed=i))
-            serve(core, streams, random.integers(0, 20, len(streams)).tolist())
+            core = EngineCore(Served(network, pools_of(config, limits, DEVICE), limits), limits)
+            serve(core, *random_streams(random))
         served |= found
     unforeseen = [variant._asdict() for variant in sorted(served - foreseen)]
-    json.dump(
-        {"foreseen": len(foreseen), "served": len(served), "unforeseen": unforeseen}, sys.stdout
-    )
+    counts = {"foreseen": len(foreseen), "served": len(served)}
+    json.dump({**counts, "unforeseen": unforeseen}, sys.stdout)
 
 
 if __name__ == "__main__":

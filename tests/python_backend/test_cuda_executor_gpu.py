@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +21,8 @@ from python_backend.drafting.rule import DraftRule
 from python_backend.executor.inputs import HostStep
 from python_backend.settings import CoreLimits
 from tests.python_backend.test_cuda_executor import BOUNDS, Padded, answered
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,3 +84,41 @@ def test_graphs_give_the_bits_of_single_launches(
         for name in ("global_pages", "window_pages", "tails"):
             assert torch.equal(getattr(pools[0], name), getattr(pools[1], name)), name
     assert graphs.num_graphs > captured  # prefill's, by use
+
+
+def test_an_engine_is_served_from_its_compiled_kernels_alone(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    """Built where no GPU is seen, served without a C compiler and with no place to write: decode
+    and verify graphs of all sizes, prefill padded and not, prefix hits, choices."""
+    target = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    common = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    def run(environment: dict[str, str], *command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env={**common, **environment},
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    engine, classes = tmp_path / "engine", tiny_dir / "golden_quant.safetensors"
+    paths = [f"--checkpoint_dir={tiny_dir}", f"--output_dir={engine}", f"--token_class={classes}"]
+    limits = ["--max_batch_size=5", "--max_num_tokens=400", "--max_seq_len=700"]
+    build = "import sys; from builder.cli import main; sys.exit(main(sys.argv[1:]))"
+    run(
+        {"CUDA_VISIBLE_DEVICES": ""},
+        *["-c", build, "engine", *paths, *limits, f"--kernels={target}"],
+    )
+    nowhere = {"CC": "/bin/false", "TRITON_CACHE_DIR": "/proc/none"}
+    found = json.loads(
+        run(nowhere, str(Path(__file__).with_name("served_from_store.py")), str(engine))
+    )
+    assert found["compiled"] == []
+    assert found["missing"] == 0
+    assert found["found"] > 50
+    assert found["tokens"] > 50
