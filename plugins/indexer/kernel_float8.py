@@ -28,10 +28,10 @@ from plugins.indexer.kernel_keys import (
 from plugins.indexer.slots import PagedSlots
 
 _BATCH = 4  # rows of one product, at most
-# Few rows: up to _FEW of a request keep their queries for up to _RUN tiles, fewer where otherwise
-# there were less than _PROGRAMS programs. Many: up to _MANY share a tile.
-_FEW, _FEW_TILE, _RUN, _PROGRAMS = 6, 64, 16, 1024
-_MANY, _MANY_TILE, _STAGES = 256, 128, 3
+# Few rows: up to _FEW of a request keep their queries for up to _RUN tiles, of candidates two, and
+# fewer where otherwise there were less than _PROGRAMS programs. Many: up to _MANY share a tile.
+_FEW, _FEW_TILE, _RUN, _PROGRAMS = 6, 64, 16, 2048
+_MANY, _MANY_TILE, _STAGES = 512, 128, 4
 _WARPS = 4
 
 
@@ -151,6 +151,9 @@ def score_few_rows(
     TILE: tl.constexpr, WARPS: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`tiles` tiles of columns of up to three batches, SHARING rows; see column_slots."""
+    # Of one row so little is computed that a load takes longer than a tile. The compiler puts loads
+    # behind the last use of what they replace.
+    AHEAD: tl.constexpr = 2 if (SHARING == 1) & (BLOCK == 0) else 1
     row = tl.program_id(1) * SHARING
     end = tl.minimum(row + SHARING, num_rows)
     begin = tl.program_id(0) * tiles * TILE
@@ -159,13 +162,18 @@ def score_few_rows(
         owner, stop, most = _segment(request, num_visible, row, end, num_keys, SPAN)
         pages = key_slots + owner * slots_stride
         named = blocks + row * blocks_stride
-        # The next tile's keys and the slots of the one behind it are on their way meanwhile.
+        # The next tiles' keys, and the slots of the one behind them, are on their way meanwhile.
         limit = most if BLOCK > 0 else tl.minimum(most, beyond)
         slots = column_slots(pages, begin, limit, named, beyond, TILE, WARPS, PER_PAGE, ROWS, BLOCK)
         there, e, w0, w1, w2, w3 = load_keys(data, slots, page_stride, TILE, WARPS, ROWS, ROW)
         slots = column_slots(
             pages, begin + TILE, limit, named, beyond, TILE, WARPS, PER_PAGE, ROWS, BLOCK
         )
+        if AHEAD == 2:
+            there1, e1, u0, u1, u2, u3 = load_keys(data, slots, page_stride, TILE, WARPS, ROWS, ROW)
+            slots = column_slots(
+                pages, begin + 2 * TILE, limit, named, beyond, TILE, WARPS, PER_PAGE, ROWS, BLOCK
+            )
         if EARLY:
             tl.extra.cuda.gdc_wait()
         q0, weight0 = _load_queries(codes, weights, row, BATCH, HEADS, WIDEN)
@@ -189,8 +197,12 @@ def score_few_rows(
             start = begin + tile * TILE
             now, e_now, v0, v1, v2, v3 = there, e, w0, w1, w2, w3
             there, e, w0, w1, w2, w3 = load_keys(data, slots, page_stride, TILE, WARPS, ROWS, ROW)
+            if AHEAD == 2:
+                there, there1, e, e1 = there1, there, e1, e
+                w0, w1, w2, w3, u0, u1, u2, u3 = u0, u1, u2, u3, w0, w1, w2, w3
+            behind = start + (AHEAD + 1) * TILE
             slots = column_slots(
-                pages, start + 2 * TILE, limit, named, beyond, TILE, WARPS, PER_PAGE, ROWS, BLOCK
+                pages, behind, limit, named, beyond, TILE, WARPS, PER_PAGE, ROWS, BLOCK
             )
             keys, largest = key_codes(e_now, v0, v1, v2, v3, TILE, WIDEN)
             # A candidate that is there is seen.
@@ -285,6 +297,7 @@ def scores_float8(
     weights = queries.new_empty((there, padded_heads), dtype=torch.float32)
     # The next kernel may start, and load keys, before this one has ended.
     early = not INTERPRETED and torch.cuda.get_device_capability(queries.device)[0] >= 9
+    options: dict[str, bool | int] = {"launch_pdl": True} if early else {}
     pack_queries[(num_rows,)](
         queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
         codes, weights, heads, padded_heads, early, num_warps=_WARPS,
@@ -299,17 +312,17 @@ def scores_float8(
         sharing = min(_MANY, padded(each))
         score_many_rows[(triton.cdiv(num_columns, _MANY_TILE), triton.cdiv(num_rows, sharing))](
             codes, weights, *of_keys, scores, num_rows, sharing, _BATCH, padded_heads,
-            _MANY_TILE, _WARPS, _STAGES, INTERPRETED, early, num_warps=_WARPS,
-            **({"launch_pdl": True} if early else {}),
+            _MANY_TILE, _WARPS, _STAGES, INTERPRETED, early, num_warps=_WARPS, **options,
         )  # fmt: skip
         return
     sharing = -(-each // -(-each // _FEW))
     groups, of_row = triton.cdiv(num_rows, sharing), triton.cdiv(num_columns, _FEW_TILE)
-    tiles = 1 if blocks is not None else max(1, min(_RUN, groups * of_row // _PROGRAMS))
+    tiles = max(1, min(_RUN if blocks is None else 2, groups * of_row // _PROGRAMS))
     named = scores if blocks is None else unit_stride(blocks)
+    if not INTERPRETED and blocks is None:
+        options["maxnreg"] = 80 if sharing == 1 else 128
     score_few_rows[(triton.cdiv(of_row, tiles), groups)](
         codes, weights, *of_keys, scores, num_columns, num_rows, tiles,
         named, named.stride(0), block_size, sharing, padded(sharing, 1), min(sharing, 2),
-        padded_heads, _FEW_TILE, _WARPS, INTERPRETED, early, num_warps=_WARPS,
-        **({"launch_pdl": True} if early else {}),
+        padded_heads, _FEW_TILE, _WARPS, INTERPRETED, early, num_warps=_WARPS, **options,
     )  # fmt: skip
