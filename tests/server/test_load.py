@@ -1,4 +1,4 @@
-"""Small versions of `make soak` and `make load`: the same scripts for some seconds."""
+"""`make soak` and `make load` for one minute, both at once: the same scripts, side by side."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,35 +14,45 @@ from tests.server.deployment import ROOT
 
 pytestmark = pytest.mark.server
 
+SCRIPTS = {
+    "soak": ("--minutes=1", "--rounds=2", "--workers=6"),
+    "load": ("--seconds=60", "--prompt=16", "--answer=8"),
+}
 
-def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
-    report = folder / "report.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, str(ROOT / "benchmarks" / "load" / name)),
-            *("--folder", str(folder / "run"), "--out", str(report), *options),
-        ],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(report.read_text())
-    assert found["passed"]
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("load")
+    running = {
+        name: subprocess.Popen(
+            [
+                *(sys.executable, str(ROOT / "benchmarks" / "load" / f"{name}.py"), *options),
+                *("--folder", str(folder / name), "--out", str(folder / f"{name}.json")),
+            ],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, options in SCRIPTS.items()
+    }
+    said = {name: process.communicate(timeout=280)[0] for name, process in running.items()}
+    assert all(process.returncode == 0 for process in running.values()), said
+    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in SCRIPTS}
+    assert all(report["passed"] for report in found.values())
     return found
 
 
-def test_soak(tmp_path: Path) -> None:
-    report = run("soak.py", tmp_path, "--minutes=0.05", "--rounds=2", "--workers=6")
+def test_soak(reports: dict[str, dict[str, Any]]) -> None:
+    report = reports["soak"]
     accounts = report["accounts"]
+    assert report["seconds"] >= 60
     assert accounts["sent"] == sum(sum(ends.values()) for ends in report["ends"].values())
     assert accounts["refused"]["invalid_argument"] == report["ends"]["bad"]["invalid_argument"] > 0
     assert accounts["failed_steps"] == report["ends"]["fault"]["internal"] > 0
 
 
-def test_load_of_256_streams(tmp_path: Path) -> None:
-    report = run("load.py", tmp_path, "--seconds=1", "--prompt=16", "--answer=8")
+def test_load_of_256_streams(reports: dict[str, dict[str, Any]]) -> None:
+    report = reports["load"]
     assert report["streams"] == 256 <= report["requests"]
     assert report["ends"] == {"answer": report["requests"]}
