@@ -29,6 +29,7 @@ from engine.manifest import Manifest
 from engine.network import Network, load_weights
 from engine.network.block import Residual
 from engine.network.decoder import DecoderOutput
+from engine.network.device import moved
 from engine.network.draft import DraftOutput
 from engine.paged_cache import CachePools
 from engine.safetensors_file import STORED_AS, TensorInfo
@@ -161,7 +162,7 @@ def network_of_shapes(
     """The network over meta tensors. Token classes, whose values are arguments, are read."""
     with torch.device(DEVICE):
         weights = load_weights(config, ShapesOnly(source), token_class, dtype, packed=True)
-    return Network(config, weights)
+    return Network(config, replace(moved(weights, DEVICE), token_class=weights.token_class))
 
 
 def _limits(

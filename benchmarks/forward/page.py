@@ -1,0 +1,156 @@
+"""docs/runtime.md's tables, and its plot, from the committed rows of benchmarks/forward/show.py.
+
+    python -m benchmarks.forward.page
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "runtime.md"
+PLOT = ROOT / "docs" / "images" / "prefill.svg"
+ROWS = ROOT / "benchmarks" / "baselines" / "runtime-h200.jsonl"
+
+_TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SHOWN = 7  # operators by name in the plot; the rest is one
+
+Row = Mapping[str, Any]
+
+
+def read(path: Path = ROWS) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def written(text: str, rows: Sequence[Row]) -> str:
+    """A page with its tables as `rows` have them. KeyError for an unknown table."""
+    return _TABLE.sub(lambda found: f"{found[1]}{_markdown(found[2], rows)}{found[3]}", text)
+
+
+def _markdown(name: str, rows: Sequence[Row]) -> str:
+    head, cells = TABLES[name]
+    of_kind = [row for row in rows if row.get("row") == name and "failed" not in row]
+    lines = [cells(row) for row in of_kind if "skipped" not in row]
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *lines))
+
+
+def _replay(row: Row) -> list[str]:
+    times = (row[name] for name in ("off_ms", "off_graphs_ms", "on_ms", "on_graphs_ms"))
+    return [f"{row['tokens']:,}", *(f"{ms:,.1f}" for ms in times), f"{row['graphs_to_off']:.2f}"]
+
+
+def _decode(row: Row) -> list[str]:
+    growth = f"{100 * row['growth']:.1f} %" if "growth" in row else ""
+    ratio = row["gpu_ms"] / row["floor_ms"]
+    times = f"{row['served_ms']:.2f}", f"{row['gpu_ms']:.2f}", f"{row['floor_ms']:.2f}"
+    launches = f"{row['launches']:,}", f"{row['launches_per_layer']:.1f}"
+    return [f"`{row['case']}`", *times, f"{ratio:.2f}", growth, *launches]
+
+
+def _engram(row: Row) -> list[str]:
+    where = "host" if row["on_host"] else "device"
+    return [where, f"`{row['case']}`", f"{row['served_ms']:.2f}", f"{row['gpu_ms']:.2f}"]
+
+
+def _served(row: Row) -> list[str]:
+    graphs, drafts = ("yes" if row.get(name) else "no" for name in ("cuda_graphs", "speculative"))
+    return [
+        graphs, drafts, f"{row['right']} of {row['questions']}", f"{row['tokens_per_s']:,.0f}",
+        f"{row['first_token_ms']:.0f}", f"{row['alone_tokens_per_s']:,.0f}",
+        f"{row['alone_first_token_ms']:.1f}",
+    ]  # fmt: skip
+
+
+def _agreement(row: Row) -> list[str]:
+    if "agreement" not in row:
+        return [row["dtype"], "", "", f"{row['tokens']:,}", "", "", "", str(row["right"]), ""]
+    graphs = "yes" if row["graphs"] else "no"
+    right, paired = "", ""
+    if "right" in row:
+        right = str(row["right"])
+        paired = f"{100 * row['paired']['difference']:+.2f} ± {100 * row['paired']['stderr']:.2f} %"
+    return [
+        row["dtype"], graphs, str(row["drafts"]), f"{row['tokens']:,}",
+        f"{100 * row['agreement']:.3f} %", f"{row['near_ties']} of {row['differing']}",
+        f"{row['logit_error']:.1e}", right, paired,
+    ]  # fmt: skip
+
+
+def _hit(row: Row) -> list[str]:
+    gains = [
+        f"{row[f'without_{name}_ms']:,.0f} ({100 * row[f'{name}_gain']:+.1f} %)"
+        for name in ("trimming", "candidates")
+    ]
+    return [f"{row['new']:,} behind {row['cached']:,}", f"{row['ms']:,.0f}", *gains]
+
+
+TABLES = {
+    "replay": (
+        ["prompt, tokens", "off", "off, graphs", "on", "on, graphs", "on with graphs ÷ off"],
+        _replay,
+    ),
+    "decode": (
+        ["step", "served, ms", "one graph, ms", "floor, ms", "÷ floor", "growth", "launches",
+         "a layer"],
+        _decode,
+    ),
+    "engram": (["tables in the memory of the", "step", "served, ms", "one graph, ms"], _engram),
+    "served": (
+        ["graphs", "drafts", "right", "tokens a second, 64 at once", "first token, ms",
+         "tokens a second, one alone", "first token, ms"],
+        _served,
+    ),
+    "agreement": (
+        ["compute", "graphs", "drafts", "tokens", "same choice", "near ties", "error of logits",
+         "right answers", "paired difference"],
+        _agreement,
+    ),
+    "hit": (
+        ["new tokens", "ms", "without trimming layer 20, ms", "without candidates, ms"],
+        _hit,
+    ),
+}  # fmt: skip
+
+
+def shares(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
+    """Operators of the long prefill and their milliseconds, most first; the rest last."""
+    row = next(row for row in rows if row.get("row") == "hit" and "ms" in row)
+    operators = list(row["operators_ms"].items())
+    yield from operators[:_SHOWN]
+    yield "the rest", row["ms"] - sum(ms for _, ms in operators[:_SHOWN])
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """One stacked bar a setting of the long prefill."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "runtime"  # equal numbers give equal files
+    figure = Figure(figsize=(9.0, 2.4), layout="constrained")
+    axes, left = figure.add_subplot(), 0.0
+    for name, ms in shares(rows):
+        axes.barh([0], [ms], left=[left], label=f"{name}, {ms:,.0f} ms")
+        left += ms
+    axes.set(yticks=[], xlabel="milliseconds of the device", xlim=(0, left))
+    axes.legend(ncols=4, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
+
+
+def main() -> None:
+    rows = read()
+    PAGE.write_text(written(PAGE.read_text(), rows))
+    plot(rows).savefig(PLOT, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
