@@ -10,6 +10,8 @@ keep their queries and run over keys; many rows keep a tile of keys and run over
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -28,9 +30,9 @@ from plugins.indexer.kernel_keys import (
 from plugins.indexer.slots import PagedSlots
 
 _BATCH = 4  # rows of one product, at most
-# Few rows: up to _FEW of a request keep their queries for up to _RUN tiles, of candidates two, and
-# fewer where otherwise there were less than _PROGRAMS programs. Many: up to _MANY share a tile.
-_FEW, _FEW_TILE, _RUN, _PROGRAMS = 6, 64, 16, 2048
+# Few rows: up to _FEW of a request keep their queries for a run of at most _RUN tiles, or two of
+# candidates. Many: up to _MANY share a tile.
+_FEW, _FEW_TILE, _RUN = 6, 64, 48
 _MANY, _MANY_TILE, _STAGES = 512, 128, 4
 _WARPS = 4
 
@@ -272,6 +274,21 @@ def score_many_rows(
         row = stop
 
 
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """One where kernels are interpreted, so that small tests have long runs."""
+    if INTERPRETED:
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _run(groups: int, tiles: int, programs: int) -> int:
+    """How many of each group's tiles a program takes, so that whole waves of `programs` at a time
+    do all of them: a last wave that is not full costs as much as one that is."""
+    waves = -(-groups * tiles // (programs * _RUN))
+    return -(-tiles // max(1, waves * programs // groups))
+
+
 def scores_float8(
     scores: torch.Tensor,
     queries: torch.Tensor,
@@ -291,8 +308,8 @@ def scores_float8(
     num_rows, heads, _ = queries.shape
     padded_heads = padded(heads)
     num_columns = scores.shape[1]
-    # Whole batches are read.
-    there = num_rows + _BATCH - 1
+    # Whole batches are read, of the last row's request too.
+    there = num_rows + _FEW - 1
     codes = queries.new_empty((there, padded_heads, 128), dtype=torch.uint8)
     weights = queries.new_empty((there, padded_heads), dtype=torch.float32)
     # The next kernel may start, and load keys, before this one has ended.
@@ -317,10 +334,14 @@ def scores_float8(
         return
     sharing = -(-each // -(-each // _FEW))
     groups, of_row = triton.cdiv(num_rows, sharing), triton.cdiv(num_columns, _FEW_TILE)
-    tiles = max(1, min(_RUN if blocks is None else 2, groups * of_row // _PROGRAMS))
-    named = scores if blocks is None else unit_stride(blocks)
-    if not INTERPRETED and blocks is None:
+    # As many programs as registers allow, which is limited below.
+    at_once = (6 if sharing == 1 else 4) * _multiprocessors(queries.device)
+    tiles = _run(groups, of_row, at_once)
+    if blocks is not None:
+        tiles = min(tiles, 2)
+    elif not INTERPRETED:
         options["maxnreg"] = 80 if sharing == 1 else 128
+    named = scores if blocks is None else unit_stride(blocks)
     score_few_rows[(triton.cdiv(of_row, tiles), groups)](
         codes, weights, *of_keys, scores, num_columns, num_rows, tiles,
         named, named.stride(0), block_size, sharing, padded(sharing, 1), min(sharing, 2),

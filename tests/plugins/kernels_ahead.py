@@ -195,7 +195,7 @@ def index_float8_kernels() -> Kernels:
         ),
         (
             "index float8 prefill", float8.score_many_rows, INDEXER,
-            {**shared, "SHARING": 256, "BATCH": 4, "TILE": 128, "STAGES": 3}, 4,
+            {**shared, "SHARING": 512, "BATCH": 4, "TILE": 128, "STAGES": 4}, 4,
         ),
         (
             "index float8 pack", float8.pack_queries, INDEXER,
