@@ -7,6 +7,7 @@ between tokens. So text is made from bytes, never from the text of single tokens
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from python_backend.text import chat
 from python_backend.text.detokenizer import Detokenizer
 
 Int32Array = npt.NDArray[np.int32]
+
+# Batches are of one text here, and the library complains of processes that fork beside its threads.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class TokenizerError(ValueError):
@@ -65,15 +69,14 @@ class TextTokenizer:
     def encode(self, text: str) -> Int32Array:
         """Ids of `text`, int32 [n]. Special strings in it become special tokens; a text that brings
         its own begin token does not get a second one."""
-        ids = self._tokenizer.encode(text).ids
+        ids = self._ids(text, special=True)
         if self._bos_id is not None and (not ids or ids[0] != self._bos_id):
             ids = [self._bos_id, *ids]
         return np.array(ids, dtype=np.int32)
 
     def encode_word(self, text: str) -> list[int]:
         """Ids of a piece of text as it stands inside another: no special tokens are added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._ids(text)
 
     def encode_rendered(self, text: str) -> Int32Array:
         """Ids of a rendered chat, int32 [n]: it brings all its special strings itself.
@@ -86,7 +89,14 @@ class TextTokenizer:
                     f"expected a tokenizer with the token {special} for messages, got one without; "
                     "send text_input or input_ids, or serve the released tokenizer.json"
                 )
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        return np.array(self._ids(text), dtype=np.int32)
+
+    def _ids(self, text: str, *, special: bool = False) -> list[int]:
+        """As a batch of one: alone the library would hold Python's lock, and with it every step of
+        the core, for a second a megabyte."""
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = found.ids
+        return ids
 
     def bytes_of(self, ids: Int32Array) -> list[bytes]:
         """What each id adds to the text, ids [n]; a character may be cut between two of them."""

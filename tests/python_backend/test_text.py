@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +98,29 @@ def test_special_tokens_are_silent_and_visible_tags_are_not() -> None:
     end = TOKENIZER.token_to_id("<｜end▁of▁sentence｜>")
     ids = [TOKENIZER.token_to_id("<think>"), end, TOKENIZER.token_to_id("｜DSML｜"), VOCAB_SIZE - 1]
     assert "".join(deltas(ids, [1])) == "<think>｜DSML｜"
+
+
+def test_other_threads_go_on_while_a_long_text_is_read() -> None:
+    """The core's steps are such a thread: the library's plain call holds Python's lock for a second
+    a megabyte, and nobody got a token."""
+    text, turns, ended = SAMPLES[0] * 4000, [0], threading.Event()
+
+    def count() -> None:
+        while not ended.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    beside = threading.Thread(target=count)
+    beside.start()
+    while not turns[0]:
+        time.sleep(0)
+    before = turns[0]
+    ids = TEXT.encode(text)
+    after = turns[0]
+    ended.set()
+    beside.join()
+    assert after - before > 100
+    assert ids.tolist() == TOKENIZER.encode(text).ids
 
 
 def test_encoding_gives_int32_ids_and_recognises_special_strings() -> None:
