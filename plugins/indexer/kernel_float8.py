@@ -195,7 +195,8 @@ def score_few_rows(
         columns2 = tl.where(mine < stop - 2 * BATCH, beyond, 0)
         seen = beyond if BLOCK > 0 else tl.maximum(limit, begin)
         full = tl.cdiv(seen - begin, TILE)
-        for tile in tl.range(full, num_stages=1):
+        # Unrolled by as many tiles, so that what is ahead stays in its registers.
+        for tile in tl.range(full, num_stages=1, loop_unroll_factor=AHEAD):
             start = begin + tile * TILE
             now, e_now, v0, v1, v2, v3 = there, e, w0, w1, w2, w3
             there, e, w0, w1, w2, w3 = load_keys(data, slots, page_stride, TILE, WARPS, ROWS, ROW)
