@@ -76,14 +76,17 @@ def pools_of(config: ModelConfig, limits: CoreLimits, device: str) -> CachePools
     )
 
 
-def random_streams(random: np.random.Generator) -> tuple[list[Stream], list[int]]:
-    """Requests of TINY and the steps before which they come: some with a common beginning, one of
-    more rows than steps are padded to."""
+def random_streams(
+    random: np.random.Generator, limits: CoreLimits
+) -> tuple[list[Stream], list[int]]:
+    """Requests and the steps before which they come: of very different lengths, some with a common
+    beginning."""
+    longest = min(limits.max_seq_len - 60, 6000)
     shared = random.integers(3, 200, 64, dtype=np.int32)
     streams = []
     for i in range(8):
-        own = random.integers(3, 200, int(random.integers(1, 600)), dtype=np.int32)
-        prompt = np.concatenate([shared, own])[: int(random.integers(1, 640))]
+        own = random.integers(3, 200, int(random.integers(1, longest)), dtype=np.int32)
+        prompt = np.concatenate([shared, own])[: int(random.integers(1, longest))]
         streams.append(stream(f"r{i}", prompt, int(random.integers(1, 24)), i % 3 > 0, seed=i))
     return streams, random.integers(0, 20, len(streams)).tolist()
 
@@ -110,7 +113,7 @@ def main() -> None:
         network = network_of_shapes(config, source, classes, torch.bfloat16)
         with torch.no_grad(), recording(TARGET) as found, Answers():
             core = EngineCore(Served(network, pools_of(config, limits, DEVICE), limits), limits)
-            serve(core, *random_streams(random))
+            serve(core, *random_streams(random, limits))
         served |= found
     unforeseen = [variant._asdict() for variant in sorted(served - foreseen)]
     counts = {"foreseen": len(foreseen), "served": len(served)}

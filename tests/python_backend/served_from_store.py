@@ -45,14 +45,14 @@ def main(engine_dir: Path) -> None:
             max_batch_size=engine.build.max_batch_size,
             max_num_tokens=engine.build.max_num_tokens,
             max_seq_len=engine.build.max_seq_len,
-            num_global_pages=300,
+            num_global_pages=2000,
             speculative=speculative,
         )
         limits = settings.resolve(engine.config, 1 << 40)
         executor = CudaExecutor(network, pools_of(engine.config, limits, "cuda"), limits)
         for shape in executor.shapes_at_start():
             executor.capture(shape)
-        streams, arrivals = random_streams(random)
+        streams, arrivals = random_streams(random, limits)
         serve(EngineCore(executor, limits), streams, arrivals)
         tokens += sum(len(one.output) for one in streams)
     torch.cuda.synchronize()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,8 +87,9 @@ def test_graphs_give_the_bits_of_single_launches(
     assert graphs.num_graphs > captured  # prefill's, by use
 
 
+@pytest.mark.parametrize("model", ["tiny", "tinyflash"])
 def test_an_engine_is_served_from_its_compiled_kernels_alone(
-    tiny_dir: Path, tmp_path: Path
+    model: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     """Built where no GPU is seen, served without a C compiler and with no place to write: decode
     and verify graphs of all sizes, prefill padded and not, prefix hits, choices."""
@@ -101,23 +103,29 @@ def test_an_engine_is_served_from_its_compiled_kernels_alone(
             env={**common, **environment},
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
-    engine, classes = tmp_path / "engine", tiny_dir / "golden_quant.safetensors"
-    paths = [f"--checkpoint_dir={tiny_dir}", f"--output_dir={engine}", f"--token_class={classes}"]
-    limits = ["--max_batch_size=5", "--max_num_tokens=400", "--max_seq_len=700"]
+    engine, checkpoint = tmp_path / "engine", ROOT / "examples" / "tinyflash" / "checkpoint"
+    more = []
+    if model == "tiny":
+        checkpoint = tiny_dir
+        more = ["--max_batch_size=5", "--max_num_tokens=400", "--max_seq_len=700"]
+        more.append(f"--token_class={tiny_dir / 'golden_quant.safetensors'}")
     build = "import sys; from builder.cli import main; sys.exit(main(sys.argv[1:]))"
-    run(
+    files = [f"--checkpoint_dir={checkpoint}", f"--output_dir={engine}"]
+    started = time.monotonic()
+    told = run(
         {"CUDA_VISIBLE_DEVICES": ""},
-        *["-c", build, "engine", *paths, *limits, f"--kernels={target}"],
+        *["-c", build, "engine", *files, *more, f"--kernels={target}"],
     )
+    print(f"{told}built in {time.monotonic() - started:.0f} s")
     nowhere = {"CC": "/bin/false", "TRITON_CACHE_DIR": "/proc/none"}
-    found = json.loads(
-        run(nowhere, str(Path(__file__).with_name("served_from_store.py")), str(engine))
-    )
+    serve = Path(__file__).with_name("served_from_store.py")
+    found = json.loads(run(nowhere, str(serve), str(engine)))
+    print(found)
     assert found["compiled"] == []
     assert found["missing"] == 0
     assert found["found"] > 50
