@@ -150,7 +150,7 @@ def _compile_one(directory: Path, target: str, variant: str) -> tuple[int, str]:
     except Exception as error:  # a compiler's are of many kinds
         reason = (str(error).splitlines() or [""])[0]
         return 0, f"left out {name}, which does not compile: {reason or type(error).__name__}"
-    shared, room = compiled.metadata.shared, TARGETS[target]
+    shared, room = compiled.metadata.shared, TARGETS[target].shared_memory
     if shared > room:
         return 0, f"left out {name}, which needs {shared} bytes of shared memory and has {room}"
     size = keep(directory, target, compiled)

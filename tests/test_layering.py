@@ -103,11 +103,24 @@ def test_one_function_says_which_tensors_run_kernels() -> None:
         path.relative_to(ROOT).as_posix()
         for package in ("plugins", "engine")
         for path in python_files(package)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "is_cuda"
+        if any(node.attr == "is_cuda" for node in _attributes(path))
     }
     memory = {"plugins/engram/kernel.py", "engine/network/engram.py"}
     assert asking == {"plugins/registry.py", *memory}, "use plugins.registry.runs_kernels"
+
+
+def test_kernels_ask_the_device_in_one_place() -> None:
+    """Where kernels are compiled ahead there is no device to ask."""
+    for path in ROOT.glob("plugins/*/kernel*.py"):
+        asked = [
+            one for one in map(ast.unparse, _attributes(path)) if one.startswith("torch.cuda.")
+        ]
+        assert not asked, f"{path} asks {asked}; let plugins.device.launch ask it"
+
+
+def _attributes(path: Path) -> list[ast.Attribute]:
+    found = ast.walk(ast.parse(path.read_text()))
+    return [node for node in found if isinstance(node, ast.Attribute)]
 
 
 def _with_parents(module: str) -> list[str]:

@@ -34,19 +34,29 @@ def padded(size: int, least: int = 16) -> int:
 class Limits(NamedTuple):
     """shared_memory: bytes that one program may take. tensor_memory: whether large products put
     their sums there (compute capability 10), of which there are 512 columns. float8: whether
-    products take E4M3 operands (from 8.9 on)."""
+    products take E4M3 operands (from 8.9 on). multiprocessors: how many there are. early: whether
+    a kernel may start before the one ahead of it has ended (from 9.0 on)."""
 
     shared_memory: int
     tensor_memory: bool
     float8: bool
+    multiprocessors: int = 1
+    early: bool = False
 
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
-    """Of a device of the active driver; of a CPU, where kernels are interpreted, none."""
+    """Of a device of the active driver; of a CPU, where kernels are interpreted, none. All that a
+    launch depends on is asked here: where kernels are compiled ahead there is no device to ask."""
     if device.type == "cpu":
         return Limits(1 << 30, False, True)
     driver = runtime.driver.active
     properties = driver.utils.get_device_properties(device.index or 0)
     capability = driver.get_current_target().arch
-    return Limits(int(properties["max_shared_mem"]), capability // 10 == 10, capability >= 89)
+    return Limits(
+        shared_memory=int(properties["max_shared_mem"]),
+        tensor_memory=capability // 10 == 10,
+        float8=capability >= 89,
+        multiprocessors=int(properties["multiprocessor_count"]),
+        early=capability >= 90,
+    )

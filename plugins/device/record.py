@@ -24,15 +24,20 @@ from triton.backends.compiler import GPUTarget
 
 from plugins.device.launch import limits
 
-# Bytes of shared memory that one block may take, of CUDA's table of compute capabilities.
+
+class Target(NamedTuple):
+    """shared_memory: bytes that one block may take, of CUDA's table of compute capabilities.
+    multiprocessors: of the product named; kernels of others are compiled for as many."""
+
+    shared_memory: int
+    multiprocessors: int
+
+
 TARGETS = {
-    "sm_80": 166_912,
-    "sm_86": 101_376,
-    "sm_89": 101_376,
-    "sm_90": 232_448,
-    "sm_100": 232_448,
-    "sm_103": 232_448,
-    "sm_120": 101_376,
+    "sm_80": Target(166_912, 108),  # A100
+    "sm_90": Target(232_448, 132),  # H100 SXM, H200
+    "sm_100": Target(232_448, 148),  # B200
+    "sm_120": Target(101_376, 188),  # RTX PRO 6000
 }
 
 
@@ -50,7 +55,8 @@ class _Driver:
 
     def __init__(self, target: str) -> None:
         self._capability = int(target.removeprefix("sm_"))
-        properties = {"max_shared_mem": TARGETS[target]}
+        shared_memory, multiprocessors = TARGETS[target]
+        properties = {"max_shared_mem": shared_memory, "multiprocessor_count": multiprocessors}
         self.utils = SimpleNamespace(get_device_properties=lambda device: properties)
 
     def get_current_target(self) -> GPUTarget:

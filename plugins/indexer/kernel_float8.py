@@ -10,13 +10,11 @@ keep their queries and run over keys; many rows keep a tile of keys and run over
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
-from plugins.device.launch import INTERPRETED, padded, unit_stride
+from plugins.device.launch import INTERPRETED, limits, padded, unit_stride
 from plugins.device.numbers import e4m3
 from plugins.device.rows import DeviceRows
 from plugins.indexer.kernel_keys import (
@@ -275,14 +273,6 @@ def score_many_rows(
         row = stop
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    """One where kernels are interpreted, so that small tests have long runs."""
-    if INTERPRETED:
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _run(groups: int, tiles: int, programs: int) -> int:
     """How many of each group's tiles a program takes, so that whole waves of `programs` at a time
     do all of them: a last wave that is not full costs as much as one that is."""
@@ -314,7 +304,7 @@ def scores_float8(
     codes = queries.new_empty((there, padded_heads, 128), dtype=torch.uint8)
     weights = queries.new_empty((there, padded_heads), dtype=torch.float32)
     # The next kernel may start, and load keys, before this one has ended.
-    early = not INTERPRETED and torch.cuda.get_device_capability(queries.device)[0] >= 9
+    early = not INTERPRETED and limits(queries.device).early
     options: dict[str, bool | int] = {"launch_pdl": True} if early else {}
     pack_queries[(num_rows,)](
         queries, queries.stride(0), queries.stride(1), head_weights, head_weights.stride(0),
@@ -336,7 +326,7 @@ def scores_float8(
     sharing = -(-each // -(-each // _FEW))
     groups, of_row = triton.cdiv(num_rows, sharing), triton.cdiv(num_columns, _FEW_TILE)
     # As many programs as registers allow, which is limited below.
-    at_once = (6 if sharing == 1 else 4) * _multiprocessors(queries.device)
+    at_once = (6 if sharing == 1 else 4) * limits(queries.device).multiprocessors
     tiles = _run(groups, of_row, at_once)
     if blocks is not None:
         tiles = min(tiles, 2)
