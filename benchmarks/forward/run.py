@@ -41,7 +41,7 @@ from python_backend.settings import CoreLimits, ServeSettings, SettingsError
 
 COPY_BYTES_PER_MS = 4.27e9  # an elementwise copy on an H200, read and written; docs/kernels
 DEFAULT_ENGRAM_ROWS = 4_000_000
-_SHOWN_KERNELS = 12
+_SHOWN_KERNELS = 40
 _MEMORY = 1 << 50  # pages are counted by the cases, not by what is free
 
 
