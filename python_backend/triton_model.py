@@ -1,7 +1,8 @@
 """The model that the Triton server's Python backend loads: requests in, responses out.
 
 Only this module speaks the server's Python module. Threads: the server calls `execute` on its own;
-the core runs steps on one; the responder sends and watches on one; metrics have one.
+long texts are read on one; the core runs steps on one; the responder sends and watches on one;
+metrics have one.
 
 Parameters of config.pbtxt: `engine_dir`, every setting of `ServeSettings`, and from dsv41-serve
 `drain_file`, `drained_file` and `drain_seconds`: when the first file appears, new requests are
@@ -11,10 +12,13 @@ has had its last response. So the server can stop.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import triton_python_backend_utils as pb_utils
 from python_backend import logs, wire
 from python_backend.intake import Intake, unexpected
 from python_backend.logs import fields
+from python_backend.long_texts import LongTexts, are_long, copied
 from python_backend.metrics.catalogue import Snapshot, catalogue
 from python_backend.metrics.publisher import Publisher
 from python_backend.request import RequestError
@@ -34,6 +39,7 @@ from python_backend.tensors import INPUTS, OUTPUTS, Tensor
 logger = logging.getLogger(__name__)
 
 DEFAULT_DRAIN_SECONDS = 10.0
+MAX_ID_LENGTH = 256  # of a client's request id in the log
 MAX_BATCH_SIZE = 64  # above one only so that a batched call gets a sentence of ours
 # Names, because the stub fills its Python module only after this file is imported.
 _ERROR_CODES = {
@@ -49,6 +55,8 @@ _LATER = {wire.CANCELLED, wire.DEADLINE_EXCEEDED}  # than at the door, where nob
 
 class TritonPythonModel:
     """The server makes one instance and calls `initialize`, `execute` … and `finalize`."""
+
+    _drain_until: float | None  # from then on new requests are refused
 
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
@@ -76,21 +84,15 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             reply = _TritonReply(request.get_response_sender())
-            try:
-                self._take(request, reply)
-            except RequestError as error:
-                logger.info(
-                    "request_refused",
-                    extra=fields(request_id=request.request_id(), error=str(error)),
-                )
-                self._reject(reply, error)
-            except Exception as error:
-                logger.exception("execute_failed", extra=fields(request_id=request.request_id()))
-                self._reject(reply, unexpected(error))
+            request_id = request.request_id()[:MAX_ID_LENGTH]
+            with self._refusing(request_id, reply):
+                self._take(request, request_id, reply)
 
     def finalize(self) -> None:
         """End what runs; every client gets its final response."""
         self._model.stop()
+        self._drain_until = self._drain_until or time.monotonic()
+        self._long_texts.close()
         self._responder.close()
         self._model.grammars.close()
         self._publisher.stop()
@@ -110,8 +112,9 @@ class TritonPythonModel:
         self._drain_file = None if drain_file is None else Path(drain_file)
         self._drained_file = Path(parameters.pop("drained_file", ""))
         self._drain_seconds = float(parameters.pop("drain_seconds", DEFAULT_DRAIN_SECONDS))
-        self._drain_until: float | None = None
+        self._drain_until = None
         self._model = ServedModel.open(Path(engine_dir), parameters, _log_progress)
+        self._counting = threading.Lock()
         self._num_rejected = Counter(dict.fromkeys(_ERROR_CODES.keys() - _LATER, 0))
         self._publisher = Publisher(
             pb_utils.MetricFamily,
@@ -120,6 +123,7 @@ class TritonPythonModel:
         )
         self._responder = Responder(self._model.core.cancel, self._tick)
         self._intake = Intake(self._model, self._responder, self._count)
+        self._long_texts = LongTexts()
         self._model.start()
         try:
             self._model.warm_up()
@@ -130,26 +134,62 @@ class TritonPythonModel:
         self._publisher.start()
         logger.info("model_ready", extra=fields(engine_dir=engine_dir))
 
-    def _take(self, request: Any, reply: _TritonReply) -> None:
+    def _take(self, request: Any, request_id: str, reply: _TritonReply) -> None:
         """Hand one request to the core. Its buffers are copied before this returns."""
-        if self._drain_until is not None:
-            raise RequestError("shutting_down", "expected a running server, got one that stops")
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         if wire.read_control(inputs) is not None:
-            self._intake.reset_prefix_cache(request.request_id(), reply)
+            self._check_open()
+            self._intake.reset_prefix_cache(request_id, reply)
             return
         parameters = json.loads(request.parameters() or "{}")
         if request.timeout() and "timeout" not in inputs:  # the protocol's own, microseconds too
             parameters.setdefault("timeout", request.timeout())
+        if are_long(inputs):
+            inputs = copied(inputs)
+            self._long_texts.submit(lambda: self._take_long(inputs, parameters, request_id, reply))
+        else:
+            self._read(inputs, parameters, request_id, reply)
+
+    def _take_long(self, *request: Any) -> None:
+        """On the thread of long texts."""
+        *_, request_id, reply = request
+        with self._refusing(request_id, reply):
+            self._read(*request)
+
+    def _read(
+        self,
+        inputs: dict[str, Any],
+        parameters: dict[str, Any],
+        request_id: str,
+        reply: _TritonReply,
+    ) -> None:
+        self._check_open()
         asked = wire.read_request(inputs, parameters, self._model.defaults)
-        self._intake.take(asked, request.request_id(), reply)
+        self._intake.take(asked, request_id, reply)
+
+    def _check_open(self) -> None:
+        if self._drain_until is not None:
+            raise RequestError("shutting_down", "expected a running server, got one that stops")
+
+    @contextlib.contextmanager
+    def _refusing(self, request_id: str, reply: _TritonReply) -> Iterator[None]:
+        """An error of what is inside is the request's one response."""
+        try:
+            yield
+        except RequestError as error:
+            logger.info("request_refused", extra=fields(request_id=request_id, error=str(error)))
+            self._reject(reply, error)
+        except Exception as error:
+            logger.exception("execute_failed", extra=fields(request_id=request_id))
+            self._reject(reply, unexpected(error))
 
     def _reject(self, reply: _TritonReply, error: RequestError) -> None:
         self._count(error)
         reply.fail(error)
 
     def _count(self, error: RequestError) -> None:
-        self._num_rejected[wire.to_wire(error).code] += 1
+        with self._counting:
+            self._num_rejected[wire.to_wire(error).code] += 1
 
     def _snapshot(self) -> Snapshot:
         config = self._model.config
@@ -166,7 +206,7 @@ class TritonPythonModel:
             if self._drain_file.exists():
                 self._drain_until = time.monotonic() + self._drain_seconds
                 logger.info("draining", extra=fields(seconds=self._drain_seconds))
-        elif not self._responder.num_open:
+        elif not self._responder.num_open and not self._long_texts.num_waiting:
             logger.info("drained")
             self._drained_file.touch()
             self._drain_file = None

@@ -209,6 +209,27 @@ BAD = [
 ]
 
 
+def test_long_texts_let_others_pass(server: Deployment) -> None:
+    """Two megabytes take a second or more to read, to no good: they do not fit. Meanwhile others
+    are answered."""
+    refusals: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(RefusedError) as refused:
+            list(server.stream("long", text_input="word " * 400_000, max_tokens=1))
+        refusals.append(str(refused.value))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    answered = 0
+    while asking.is_alive():
+        assert server.generate(**golden(1))["output_ids"] == REPLAYED[0]
+        answered += 1
+    asking.join()
+    assert answered > 10
+    assert "tokens together, got" in refusals[0]
+
+
 @pytest.mark.parametrize(("values", "sentence"), BAD)
 def test_bad_input_gets_a_sentence(
     server: Deployment, values: dict[str, Any], sentence: str
