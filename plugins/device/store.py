@@ -56,6 +56,7 @@ class KernelStore:
         self._target = target
         self._only = only
         self._launched = "a kernel"
+        self._told = False
         self.found: set[str] = set()
         self.missing: set[str] = set()
 
@@ -66,7 +67,9 @@ class KernelStore:
         knobs.runtime.jit_cache_hook = self._remember
 
     def log(self) -> None:
-        """How many of the kernels that were launched so far came from the directory."""
+        """How many of the kernels that were launched so far came from the directory. From now on
+        each that does not is a warning."""
+        self._told = True
         count = len(self.found) + len(self.missing)
         if not self.missing:
             logger.info("all %d kernels for %s came with the engine", count, self._target)
@@ -94,7 +97,9 @@ class KernelStore:
                 f"{self._launched}; build the engine with --kernels {self._target} by this version "
                 "of the software and of the Triton language, or serve with compile_kernels"
             )
-        logger.warning("compiling %s, which the engine lacks", self._launched)
+        # Without the engine's kernels there are hundreds at a start; later each stops a step.
+        level = logging.WARNING if self._told else logging.INFO
+        logger.log(level, "compiling %s, which the engine lacks", self._launched)
         return None
 
     def module(self, key: str, filename: str) -> str | None:

@@ -75,8 +75,13 @@ def test_what_was_found_and_what_was_not_is_said(
     assert caplog.messages == ["all 1 kernels for sm_90 came with the engine"]
     caplog.clear()
     assert kernels.files("OTHER", "norm") is None
-    kernels.log()
+    assert caplog.records[0].levelname == "WARNING"  # now it stops a step
     assert caplog.messages[0].startswith("compiling ")
+    kernels.log()
     assert caplog.messages[1].startswith("1 of 2 kernels for sm_90 came with the engine")
+    caplog.clear()
+    starting = KernelStore(tmp_path, "sm_90", only=False)
+    assert starting.files("OTHER", "norm") is None
+    assert [one.levelname for one in caplog.records] == ["INFO"]
     with pytest.raises(MissingKernelError, match="serve with compile_kernels"):
         KernelStore(tmp_path, "sm_90", only=True).files("OTHER", "norm")
