@@ -1,9 +1,9 @@
 """Exact selection in the Triton language; docs/kernels/topk_select.md has its floor and layout.
 
-One program holds up to 16,384 columns of a row in registers and finds the k-th best of them bit by
-bit. Longer rows are cut into chunks: each chunk keeps its own k best, and the survivors, which lie
-in the order of their columns, are cut and selected again. Nothing is approximate, and a row's
-result depends on its own scores only.
+A program reads a part of a row twice. The best of each of many groups of columns bound the k-th
+best score from below; what reaches the bound is a short list, of which the k best are found in
+registers. Parts of a long row are selected first, then what they keep. Nothing is approximate, and
+a row's result depends on its own scores only.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -16,65 +16,149 @@ import triton
 import triton.language as tl
 
 from plugins.device.launch import needs_reference, padded, unit_stride
-from plugins.device.numbers import order_key
+from plugins.device.search import LEAST_KEY, best, bound, bound_key, extent, threshold
 from plugins.registry import OPERATORS
 
-_CHUNK = 16_384
-# Elements of one program of the elementwise kernels.
-_TILE = 1024
+# Columns of one program.
+_PART = 16_384
+# Groups and listed columns of one program, at the least.
+_GROUPS, _LIST = 2048, 1024
+# Columns of one step of a program.
+_TILE = 2048
 
 
 @triton.jit
-def _select_chunk(
-    scores, row_stride, columns, num_columns, kept_scores, kept_columns, out_width, k,
-    CHUNK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+def _load(scores, place, end):
+    return tl.load(scores + place, mask=place < end, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _threshold_of_part(scores, start, end, wanted, low, high, reached, TILE: tl.constexpr):
+    """As `threshold` with enough = wanted, of more scores than registers hold."""
+    above = 0
+    while (reached > wanted) & (high - low > 1):
+        middle = low + ((high - low) >> 1)
+        count = tl.zeros([TILE], tl.int32)
+        for first in range(start, end, TILE):
+            score = _load(scores, first + tl.arange(0, TILE), end)
+            count += (score >= bound(middle)).to(tl.int32)
+        reach = tl.sum(count)
+        if reach >= wanted:
+            low, reached = middle, reach
+        else:
+            high, above = middle, reach
+    return low, high, reached, above
+
+
+@triton.jit
+def _list(
+    scores, start, end, low, high, room, list_scores, list_columns,
+    LIST: tl.constexpr, TILE: tl.constexpr, CROWDED: tl.constexpr,
 ):  # fmt: skip
-    """The k best of one chunk, in the order of their columns.
+    """Lists the scores that reach low, and their columns, in the order of columns; returns how many
+    there are, of which LIST find room. CROWDED: of those that do not reach high, the first
+    `room`."""
+    count, taken = 0, 0
+    for first in range(start, end, TILE):
+        place = first + tl.arange(0, TILE)
+        score = _load(scores, place, end)
+        kept = score >= bound(low)
+        if CROWDED:
+            equal = (kept & ((score >= bound(high)) == 0)).to(tl.int32)
+            kept = kept & ((equal == 0) | (taken + tl.cumsum(equal, axis=0) <= room))
+            taken += tl.sum(equal)
+        at = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        fits = kept & (at < LIST)
+        # For the layout only: without it the addresses change places with the loads' threads. The
+        # mask has no runs, so every store stays by itself.
+        at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
+        tl.store(list_scores + at, score, mask=fits)
+        tl.store(list_columns + at, place, mask=fits)
+        count += tl.sum(kept.to(tl.int32))
+    return count
+
+
+@triton.jit
+def _select_part(
+    scores, row_stride, columns, num_columns, list_scores, list_columns, kept_scores, kept_columns,
+    out_width, k, mask,
+    PART: tl.constexpr, GROUPS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """The k best of one part, in the order of their columns.
 
     FIRST: a column is its place in the row, otherwise `columns` names it. LAST: the columns are the
-    result, otherwise they and the scores are the survivors; −1 and −inf where there are fewer.
+    result, otherwise they and the scores are what the next round selects from; −1 and −inf where
+    there are fewer. MASK: the result is a mask, uint8 [rows, out_width], instead.
     """
-    row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    there = place < num_columns
-    score = tl.load(scores + row * row_stride + place, mask=there, other=float("-inf"))
-    score = score.to(tl.float32)
-    key = order_key(score)
-    # −inf marks what may not be read; its key is the least that a score can have.
-    readable = tl.sum((key > -2139095041).to(tl.int32))
-    wanted = tl.minimum(k, readable)
-    # The largest threshold that `wanted` keys reach: the sign first, then bit by bit, until no more
-    # than those reach it.
-    reaching = tl.sum((key >= 0).to(tl.int32))
-    threshold = tl.where(reaching >= wanted, 0, -2147483648)
-    reached = tl.where(reaching >= wanted, reaching, CHUNK)
-    bit = 30
-    while (bit >= 0) & (reached != wanted):
-        higher = threshold | (1 << bit)
-        reaching = tl.sum((key >= higher).to(tl.int32))
-        threshold = tl.where(reaching >= wanted, higher, threshold)
-        reached = tl.where(reaching >= wanted, reaching, reached)
-        bit -= 1
-    above = key > threshold
-    equal = (key == threshold).to(tl.int32)
-    room = wanted - tl.sum(above.to(tl.int32))
-    kept = above | ((equal > 0) & (tl.cumsum(equal, axis=0) <= room))
-    kept = kept & (wanted > 0)
-    rank = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-    if FIRST:
-        column = place.to(tl.int64)
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    scores += row * row_stride
+    start = part * PART
+    end = tl.minimum(start + PART, num_columns)
+    if MASK and FIRST:
+        for first in range(start, end, TILE):
+            place = first + tl.arange(0, TILE)
+            tl.store(mask + row * num_columns + place, tl.zeros([TILE], tl.uint8), mask=place < end)
+    if PART <= LIST:
+        place = start + tl.arange(0, PART)
+        score = _load(scores, place, end)
+        score = tl.where(score == score, score, float("-inf"))
+        least, most, count = extent(score)
+        low = bound_key(least)
     else:
-        column = tl.load(columns + row * row_stride + place, mask=kept, other=0).to(tl.int64)
-    out = row * out_width + chunk * k
-    tl.store(kept_columns + out + rank, column, mask=kept)
-    if not LAST:
-        tl.store(kept_scores + out + rank, score, mask=kept)
-    # The chunk's remaining places; one that is past the row has all of k to fill.
-    for first in range(wanted, k, CHUNK):
-        empty = first + tl.arange(0, CHUNK)
-        tl.store(kept_columns + out + empty, -1, mask=empty < k)
+        group = tl.arange(0, GROUPS)
+        tops = tl.full([GROUPS], float("-inf"), tl.float32)
+        for step in tl.static_range(PART // GROUPS):
+            score = _load(scores, start + step * GROUPS + group, end)
+            tops = tl.where(score > tops, score, tops)
+        least, most, reached = extent(tops)
+        low = bound_key(least)
+        if reached > k:
+            # k groups reach the bound, so k scores do; a few more cost less than further counts.
+            low, high, reached, above = threshold(
+                tops, k, k + k // 4, low, bound_key(most) + 1, reached
+            )
+        else:
+            low = low * 0 + LEAST_KEY
+        at = (row * tl.num_programs(0) + part) * LIST
+        list_scores += at
+        list_columns += at
+        count = _list(scores, start, end, low, low, 0, list_scores, list_columns, LIST, TILE, False)
+        if count > LIST:
+            # The best lie in few groups, or many are equal.
+            low, high, count, above = _threshold_of_part(
+                scores, start, end, k, low, bound_key(most) + 1, count, TILE
+            )
+            count = _list(
+                scores, start, end, low, high, k - above, list_scores, list_columns,
+                LIST, TILE, True,
+            )  # fmt: skip
+        tl.debug_barrier()
+        listed = tl.arange(0, LIST)
+        score = tl.load(list_scores + listed, mask=listed < count, other=float("-inf"))
+        place = tl.load(list_columns + listed, mask=listed < count, other=0)
+    wanted = tl.minimum(k, count)
+    low, high, reached, above = threshold(score, wanted, wanted, low, bound_key(most) + 1, count)
+    kept = best(score, wanted, low, high, reached, above) & (score > float("-inf"))
+    column = place
+    if not FIRST:
+        column = tl.load(columns + row * row_stride + place, mask=kept, other=0)
+    if MASK and LAST:
+        ones = tl.full([score.shape[0]], 1, tl.uint8)
+        column = tl.max_contiguous(tl.multiple_of(column, 4), 4)  # as in _list
+        tl.store(mask + row * out_width + column, ones, mask=kept)
+    else:
+        rank = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        rank = tl.max_contiguous(tl.multiple_of(rank, 4), 4)
+        out = row * out_width + part * k
+        tl.store(kept_columns + out + rank, column.to(kept_columns.dtype.element_ty), mask=kept)
         if not LAST:
-            tl.store(kept_scores + out + empty, float("-inf"), mask=empty < k)
+            tl.store(kept_scores + out + rank, score, mask=kept)
+        for first in range(wanted, k, TILE):
+            empty = first + tl.arange(0, TILE)
+            tl.store(kept_columns + out + empty, -1, mask=empty < k)
+            if not LAST:
+                tl.store(kept_scores + out + empty, float("-inf"), mask=empty < k)
 
 
 @triton.jit
@@ -91,20 +175,10 @@ def _block_scores(
     score = tl.load(scores + row * row_stride + column, mask=there, other=float("-inf"))
     score = score.to(tl.float32)
     score = tl.where(score == score, score, float("-inf"))
-    best = tl.minimum(tl.max(score, axis=1), largest)
+    top = tl.minimum(tl.max(score, axis=1), largest)
     newest = tl.load(num_visible + row) - 1
-    best = tl.where((newest >= 0) & (block == newest // BLOCK), float("inf"), best)
-    tl.store(block_scores + row * num_blocks + block, best, mask=block < num_blocks)
-
-
-@triton.jit
-def _mark(blocks, num_listed, mask, num_blocks, TILE: tl.constexpr):
-    """True at the listed blocks of a row whose mask is false."""
-    row = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    block = tl.load(blocks + row * num_listed + place, mask=place < num_listed, other=-1)
-    yes = tl.full((TILE,), 1, tl.uint8)
-    tl.store(mask + row * num_blocks + block, yes, mask=block >= 0)
+    top = tl.where((newest >= 0) & (block == newest // BLOCK), float("inf"), top)
+    tl.store(block_scores + row * num_blocks + block, top, mask=block < num_blocks)
 
 
 def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -112,25 +186,7 @@ def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
     if needs_reference(scores):
         reference: torch.Tensor = OPERATORS["topk_select"].reference(scores, k)
         return reference
-    return _select(unit_stride(scores), min(k, scores.shape[1]))
-
-
-def candidate_list(
-    scores: torch.Tensor, num_visible: torch.Tensor, *, block_size: int, num_blocks: int
-) -> torch.Tensor:
-    """The blocks of candidate_blocks by name: int64 [T, min(num_blocks, blocks)], ascending, −1 at
-    the end where fewer qualify. float32 or bfloat16 scores."""
-    scores = unit_stride(scores)
-    rows, columns = scores.shape
-    blocks = triton.cdiv(columns, block_size)
-    block_scores = scores.new_empty((rows, blocks), dtype=torch.float32)
-    if rows and blocks:
-        tile = max(1, 4096 // padded(block_size, 1))
-        _block_scores[(triton.cdiv(blocks, tile), rows)](
-            scores, scores.stride(0), columns, num_visible, block_scores, blocks,
-            torch.finfo(scores.dtype).max, block_size, padded(block_size, 1), tile,
-        )  # fmt: skip
-    return _select(block_scores, min(num_blocks, blocks))
+    return _select(unit_stride(scores), min(k, scores.shape[1]), mask=False)
 
 
 def candidate_blocks(
@@ -142,42 +198,65 @@ def candidate_blocks(
             scores, num_visible, block_size=block_size, num_blocks=num_blocks
         )
         return reference
-    listed = candidate_list(scores, num_visible, block_size=block_size, num_blocks=num_blocks)
-    rows, blocks = scores.shape[0], triton.cdiv(scores.shape[1], block_size)
-    mask = torch.zeros(rows, blocks, dtype=torch.bool, device=scores.device)
-    if listed.numel():
-        grid = (triton.cdiv(listed.shape[1], _TILE), rows)
-        _mark[grid](listed, listed.shape[1], mask.view(torch.uint8), blocks, _TILE)
-    return mask
+    scores = unit_stride(scores)
+    rows, columns = scores.shape
+    blocks = triton.cdiv(columns, block_size)
+    block_scores = scores.new_empty((rows, blocks), dtype=torch.float32)
+    if rows and blocks:
+        tile = max(1, 4096 // padded(block_size, 1))
+        _block_scores[(triton.cdiv(blocks, tile), rows)](
+            scores, scores.stride(0), columns, num_visible, block_scores, blocks,
+            torch.finfo(scores.dtype).max, block_size, padded(block_size, 1), tile, num_warps=8,
+        )  # fmt: skip
+    return _select(block_scores, min(num_blocks, blocks), mask=True).view(torch.bool)
 
 
-def _select(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Columns int64 [T, k] of the k best scores of each row, ascending, −1 at the end."""
+def _select(scores: torch.Tensor, k: int, *, mask: bool) -> torch.Tensor:
+    """The k best of each row: their columns, int64 [T, k], ascending, −1 at the end; or a mask of
+    them, uint8 [T, n]."""
     rows, width = scores.shape
+    device = scores.device
     if rows == 0 or k == 0:
-        return torch.empty(rows, k, dtype=torch.int64, device=scores.device)
+        empty = torch.zeros(rows, width, dtype=torch.uint8, device=device)
+        return empty if mask else torch.empty(rows, k, dtype=torch.int64, device=device)
+    result = torch.empty(rows, width, dtype=torch.uint8, device=device) if mask else scores
     columns = scores  # a stand-in: the first round reads no names
     first = True
     while True:
-        chunk = min(_CHUNK, padded(width))
-        chunks = triton.cdiv(width, chunk)
-        out_width = chunks * k
+        part = min(_part(rows, width, k), padded(width))
+        parts = triton.cdiv(width, part)
+        last = parts == 1
+        out_width = parts * k
         # A round that keeps as many as it reads would never end.
-        if chunks > 1 and out_width >= width:
+        if not last and out_width >= width:
             raise ValueError(
-                f"expected k to be at most half of {_CHUNK}, got {k} of {width} columns; select in "
+                f"expected k to be at most half of {_PART}, got {k} of {width} columns; select in "
                 "the reference instead"
             )
-        kept = torch.empty(
-            rows, out_width, dtype=torch.int64 if chunks == 1 else torch.int32, device=scores.device
-        )
-        kept_scores = (
-            scores if chunks == 1 else scores.new_empty((rows, out_width), dtype=torch.float32)
-        )
-        _select_chunk[(chunks, rows)](
-            scores, scores.stride(0), columns, width, kept_scores, kept, out_width, k,
-            chunk, first, chunks == 1, num_warps=16 if chunk > 4096 else 4,
+        groups, listed = max(_GROUPS, 4 * padded(k, 1)), max(_LIST, 2 * padded(k, 1))
+        if groups > part:
+            listed = part  # all of it at once, in registers
+        held = min(groups, part)
+        list_scores = torch.empty(rows * parts * listed, dtype=torch.float32, device=device)
+        list_columns = torch.empty(rows * parts * listed, dtype=torch.int32, device=device)
+        kept_scores, kept = scores, scores
+        if not last:
+            kept_scores = torch.empty(rows, out_width, dtype=torch.float32, device=device)
+            kept = torch.empty(rows, out_width, dtype=torch.int32, device=device)
+        elif not mask:
+            kept = torch.empty(rows, k, dtype=torch.int64, device=device)
+        _select_part[(parts, rows)](
+            scores, scores.stride(0), columns, width, list_scores, list_columns, kept_scores, kept,
+            result.shape[1] if mask and last else out_width, k, result,
+            part, held, listed, min(_TILE, part), first, last, mask,
+            num_warps=4 if held <= 2048 else 8 if held <= 8192 else 16,
         )  # fmt: skip
-        if chunks == 1:
-            return kept
+        if last:
+            return result if mask else kept
         scores, columns, width, first = kept_scores, kept, out_width, False
+
+
+def _part(rows: int, width: int, k: int) -> int:
+    """Columns of one program: fewer where a long row would leave multiprocessors idle."""
+    few = rows * width < 1 << 21 and width > _PART and 8 * k <= _PART
+    return _PART // 2 if few else _PART

@@ -81,6 +81,7 @@ INDEXER = {
 SELECT = {
     "scores": "*fp32", "row_stride": STRIDE, "columns": "*i32", "num_columns": STRIDE,
     "kept_scores": "*fp32", "kept_columns": "*i32", "out_width": "i32", "k": "i32",
+    "list_scores": "*fp32", "list_columns": "*i32",
     "num_visible": "*i64", "block_scores": "*fp32", "num_blocks": "i32", "largest": "fp32",
     "blocks": "*i64", "num_listed": "i32", "mask": "*u8", "mask_stride": "i32",
     "listed": "*i64", "entries": "*i64", "num_entries": "i32",
@@ -210,7 +211,10 @@ def kernels(device: Limits) -> Kernels:
         "HEADS": attention.most_heads(device, torch.bfloat16),
         "TILE": 32, "CHUNK": 128,
     }  # fmt: skip
-    one = {"CHUNK": 16_384, "FIRST": True, "LAST": False}
+    one = {
+        "PART": 16_384, "GROUPS": 2048, "LIST": 1024, "TILE": 2048, "FIRST": True, "LAST": False,
+        "MASK": False,
+    }  # fmt: skip
     return [
         ("attention", attention._attention, ATTENTION, {**whole, "SPLIT": False}, 8),
         ("attention in chunks", attention._attention, ATTENTION, {**whole, "SPLIT": True}, 8),
@@ -230,10 +234,16 @@ def kernels(device: Limits) -> Kernels:
         ("index verify", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=4), 4),
         ("index candidates", indexer._candidate_scores, INDEXER, index_constants(BLOCK=8), 4),
         *index_float8_kernels(),
-        ("select chunk", select._select_chunk, SELECT, one, 16),
-        ("select rest", select._select_chunk, SELECT, {**one, "FIRST": False, "LAST": True}, 16),
-        ("block scores", select._block_scores, SELECT, {"BLOCK": 8, "PADDED": 8, "TILE": 512}, 4),
-        ("mark", select._mark, SELECT, {"TILE": 1024}, 4),
+        ("select part", select._select_part, SELECT, one, 4),
+        (
+            "select rest", select._select_part, {**SELECT, "kept_columns": "*i64"},
+            {**one, "PART": 1024, "FIRST": False, "LAST": True}, 4,
+        ),
+        (
+            "select blocks", select._select_part, {**SELECT, "kept_columns": "*fp32"},
+            {**one, "GROUPS": 8192, "LIST": 4096, "LAST": True, "MASK": True}, 8,
+        ),
+        ("block scores", select._block_scores, SELECT, {"BLOCK": 8, "PADDED": 8, "TILE": 512}, 8),
         ("list blocks", candidates.list_blocks, SELECT, {"TILE": 4096}, 4),
         ("name entries", candidates.name_entries, SELECT, {"BLOCK": 8, "TILE": 512}, 4),
         *(

@@ -68,8 +68,6 @@ def test_the_candidate_blocks(case: SelectCase, dtype: torch.dtype) -> None:
     assert mask.dtype == torch.bool
     assert mask.shape == (len(rows), -(-case.columns // case.block_size))
     assert [row.nonzero().flatten().tolist() for row in mask] == rows
-    listed = kernel.candidate_list(**operands, **sizes)
-    assert [[b for b in row if b >= 0] for row in listed.tolist()] == rows
 
 
 @given(
@@ -77,24 +75,46 @@ def test_the_candidate_blocks(case: SelectCase, dtype: torch.dtype) -> None:
     st.integers(1, 120),
     st.integers(1, 7),
     st.sampled_from(["distinct", "few values", "zeros", "infinities", "NaN"]),
+    st.sampled_from([(16, 64, 8), (64, 16, 16), (32, 32, 8)]),
     st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=8)
-def test_rounds_of_short_chunks(rows: int, columns: int, k: int, values: str, seed: int) -> None:
+@settings(deadline=None, max_examples=24)
+def test_rounds_of_short_parts(
+    rows: int, columns: int, k: int, values: str, sizes: tuple[int, int, int], seed: int
+) -> None:
+    """Parts held whole, parts of several groups, and lists that are too short for equal scores."""
     operands = moved(
         SelectCase("any", rows, columns, k, values=values).operands(torch.float32, seed)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_CHUNK", 16)
+        for name, size in zip(("_PART", "_GROUPS", "_LIST"), sizes, strict=True):
+            patch.setattr(kernel, name, size)
+        patch.setattr(kernel, "_TILE", 16)
         ours = kernel.topk_select(operands["scores"], k)
-        listed = kernel.candidate_list(**operands, block_size=2, num_blocks=k)
+        mask = kernel.candidate_blocks(**operands, block_size=2, num_blocks=k)
     assert ours.tolist() == selected(operands["scores"], k)
     expected = blocks_of(operands["scores"], operands["num_visible"], 2, k)
-    assert [[b for b in row if b >= 0] for row in listed.tolist()] == expected
+    assert [row.nonzero().flatten().tolist() for row in mask] == expected
 
 
-def test_released_rows_of_several_chunks() -> None:
-    """Two rounds at 40,000 columns; equal scores straddle the border of two chunks."""
+@pytest.mark.parametrize("values", ["best in one group", "rising", "equal"])
+def test_more_reach_the_bound_than_the_list_holds(values: str) -> None:
+    scores = torch.randn(2, 9000, generator=torch.Generator().manual_seed(3))
+    if values == "best in one group":
+        # Every fifth column of a few groups, above all others.
+        scores[:, 7::512] += 50.0
+        scores[:, 8::2048] += 50.0
+        scores = torch.where(scores > 40, scores, scores.clamp(max=-5.0))
+    elif values == "rising":
+        scores = scores.sort(dim=1).values
+    else:
+        scores = scores.clamp(-0.5, 0.5)
+    ours = kernel.topk_select(moved({"s": scores})["s"], 300)
+    assert ours.tolist() == selected(scores, 300)
+
+
+def test_released_rows_of_several_parts() -> None:
+    """Two rounds at 40,000 columns; equal scores straddle the border of two parts."""
     scores = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(0))
     scores[0, 16_000:17_000] = 9.0
     ours = kernel.topk_select(moved({"s": scores})["s"], 512)
@@ -121,7 +141,7 @@ def test_strided_scores_and_masks() -> None:
 
 
 def test_too_many_of_a_long_row_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_CHUNK", 16)
+    monkeypatch.setattr(kernel, "_PART", 16)
     with pytest.raises(ValueError, match="half"):
         kernel.topk_select(moved({"s": torch.zeros(1, 40)})["s"], 20)
 
