@@ -196,11 +196,15 @@ class PagedCache:
 
     def window_slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         rows, table = self._pools.layout.window_page_rows, self._tables.window_pages
+        if runs_kernels(table):
+            return _in_one_launch(table, request, position, rows, ring=True)
         column = (position // rows) % table.shape[1]
         return _page_slots(table[request, column], position, rows)
 
     def entry_slots(self, ratio: int, request: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
         rows, table = self._pools.layout.global_page_tokens // ratio, self._tables.global_pages
+        if runs_kernels(table):
+            return _in_one_launch(table, request, entry, rows, ring=False)
         column = entry // rows
         page = table[request, column.clamp(0, table.shape[1] - 1)]
         page = torch.where(column < table.shape[1], page, 0)
@@ -222,6 +226,16 @@ class PagedCache:
         capacity = self.tail_capacity
         ring = self._tables.slots[request].long() * capacity + position % capacity
         return torch.where(position >= 0, ring, -1)
+
+
+def _in_one_launch(
+    table: torch.Tensor, request: torch.Tensor, row: torch.Tensor, rows_per_page: int, *, ring: bool
+) -> torch.Tensor:
+    """request [T] or [T, 1], row [T] or [T, n]."""
+    from plugins.device.pages import page_slots
+
+    slots: torch.Tensor = page_slots(table, request.flatten(), row, rows_per_page, ring=ring)
+    return slots
 
 
 def _page_slots(page: torch.Tensor, row: torch.Tensor, rows_per_page: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 import triton.language as tl
 
 from plugins.compressor import kernel as compressor
+from plugins.device import pages
 from plugins.device.ahead import compile_kernel
 from plugins.device.launch import Limits
 from plugins.engram import kernel as engram
@@ -260,6 +261,11 @@ def kernels(device: Limits) -> Kernels:
             {**WRITE, "x": "*bf16", "norm": "*bf16", "positions": "*i64", "inv_freq": "*fp64",
              "eps": "fp32"},
             {**WINDOW, "FORMAT": 2, "WIDTH": 512, "PADDED": 512, "ROTATED": 64, "NORM": True}, 1,
+        ),
+        (
+            "pages", pages._page_slots,
+            {**WRITE, "table": "*i32", "table_stride": STRIDE, "columns": "i32", "numel": "i32",
+             "positions": "*i64", "width": "i32"}, {"ROWS": 128, "RING": True, "TILE": 512}, 4,
         ),
         ("pool", compressor._pool_pairs, WRITE, {"WIDTH": 512, "TILE": 512}, 4),
         (

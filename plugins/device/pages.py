@@ -1,0 +1,54 @@
+"""Where the rows of a request lie in its pages, in one launch."""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 512
+
+
+@triton.jit
+def _page_slots(
+    table, table_stride, columns, request, positions, slots, numel, width,
+    ROWS: tl.constexpr, RING: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there = at < numel
+    owner = tl.load(request + at // width, mask=there, other=0)
+    position = tl.load(positions + at, mask=there, other=-1)
+    column = position // ROWS
+    if RING:
+        column = column % columns
+    read = (position >= 0) & (column < columns)
+    page = tl.load(table + owner * table_stride + column, mask=read, other=0).to(tl.int64)
+    slot = tl.where(page > 0, page * ROWS + position % ROWS, -1)
+    tl.store(slots + at, slot, mask=there)
+
+
+def page_slots(
+    table: torch.Tensor,
+    request: torch.Tensor,
+    position: torch.Tensor,
+    rows_per_page: int,
+    *,
+    ring: bool,
+) -> torch.Tensor:
+    """Slots int64 of int64 positions [T] or [T, n] of requests [T]: page · rows_per_page + row;
+    −1 for a negative position, the null page 0, and beyond the table's columns.
+
+    table int32 [R, C]; `ring`: page p of a request stands in column p mod C.
+    """
+    position = position.contiguous()
+    slots = torch.empty_like(position)
+    numel = position.numel()
+    if numel:
+        _page_slots[(triton.cdiv(numel, _TILE),)](
+            table, table.stride(0), table.shape[1], request.contiguous(), position, slots,
+            numel, numel // position.shape[0], rows_per_page, ring, _TILE, num_warps=4,
+        )  # fmt: skip
+    return slots
