@@ -2,7 +2,7 @@
 
 A program decodes a tile of the weight as it streams by and multiplies it with a few rows, so that
 few rows cost what reading the stored bytes costs. Many rows are the library's work: then the weight
-is decoded once. Values are the reference's; only the order of additions differs.
+is decoded once. Here is what every format and width can do; kernel_planes.py does most of the work.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -18,23 +18,25 @@ import triton.language as tl
 
 from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, padded, unit_stride
 from plugins.device.numbers import mxfp8_round
-from plugins.device.weights import FP8_BLOCKS, MXFP8, DeviceWeight, device_weight, load_weight
-from plugins.linear.kernel_float8 import INNER as FLOAT8_INNER
-from plugins.linear.kernel_float8 import pack_rows, product_float8
+from plugins.device.overlap import after_previous, overlaps
+from plugins.device.weights import DeviceWeight, device_weight, load_weight
+from plugins.linear.kernel_planes import planes_of, product_planes, spread_rows
 from plugins.linear.kernel_split import split_product
 from plugins.linear.weight import LinearWeight, PackedLinearWeight
 from plugins.registry import OPERATORS
 
 # From so many rows on a weight is decoded once and multiplied by the library.
 DECODED_ROWS = 512
-# Up to so many rows an FP8 weight is multiplied as it is; more rows would spend longer on scaling
-# sums than on decoding the weight to bfloat16.
-_FLOAT8_ROWS = 64
-# Programs that fill a device; below that the inner dim is split, down to four steps a part.
-_PROGRAMS = 512
-_LEAST_STEPS = 4
-_SPLIT_ROWS = 64
+# Weights whose rows are a multiple of this are taken apart in planes.
+PLANE_STEP = 256
+# So many rows share one tile; more are cut into larger ones.
+_FEW_ROWS = 64
+# Programs that run at a time, two on each of an H200's multiprocessors. Where outputs give fewer,
+# the inner dim is cut into parts of at least _LEAST columns.
+_PROGRAMS = 264
+_LEAST = 512
 _TILE = 1024
+_JOIN_TILE = 512
 
 
 class Tiles(NamedTuple):
@@ -57,6 +59,31 @@ def tiles(rows: int, device: Limits, *, wide: bool) -> Tiles:
     room = device.shared_memory - inner * outputs * (4 if wide else 2)
     stages = max(2, min(4, room // step))
     return Tiles(outputs, row_tile, inner, 8 if outputs * row_tile >= 128 * 128 else 4, stages)
+
+
+def plane_tiles(rows: int, outputs: int, device: Limits, *, stored: int) -> Tiles:
+    """As `tiles`, where a weight is taken apart in planes; `outputs`: of all groups."""
+    fp4, wide = planes_of(stored) == 4, False
+    if rows > _FEW_ROWS:
+        output_tile, row_tile, warps, inner = 128, 128, 4, 64
+    else:
+        # Where even wide tiles fill a device, fewer of them read the rows fewer times.
+        wide = outputs > 64 * _PROGRAMS
+        output_tile, warps = (128, 8) if wide else (64, 4)
+        row_tile = 16 if rows <= 16 else _FEW_ROWS
+        inner = 256 if fp4 or rows <= 16 else 128
+    step = inner * (output_tile // (2 if fp4 else 1) + 2 * row_tile)
+    room = device.shared_memory * 15 // 16  # the scales' words take little
+    return Tiles(
+        output_tile, row_tile, inner, warps, max(2, min(3 if fp4 or wide else 4, room // step))
+    )
+
+
+def parts_of(rows: int, programs: int, inner: int) -> int:
+    """Into how many parts the sums over `inner` columns are cut, for `programs` tiles of outputs.
+    The same for all rows of a class: a row's bits and the launches' kernels depend on it."""
+    usual = 2 if rows > _FEW_ROWS else 1  # tiles of rows
+    return max(1, min(_PROGRAMS // (usual * programs), inner // _LEAST))
 
 
 @triton.jit
@@ -107,11 +134,15 @@ def _product(
     inner = tl.arange(0, INNER)
     x_row = tl.minimum(row, num_rows - 1).to(tl.int64) * row_stride + group * K
     x_at = x + x_row[:, None] + inner[None, :]
-    start, stop = 0, K
+    start, steps = 0, tl.cdiv(K, INNER)
     if SPLIT:
-        start, stop = part * chunk, tl.minimum(part * chunk + chunk, K)
+        start = part * chunk
+        steps = tl.cdiv(tl.minimum(chunk, K - start), INNER)
+    # Products of a loop that may be skipped are not started ahead of each other.
+    tl.assume(steps > 0)
     products = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for first in range(start, stop, INNER):
+    for i in range(steps):
+        first = start + i * INNER
         weight = load_weight(
             codes, scale, scale_stride, global_scale, STORED, WORDS,
             weight_row, first, K, EVEN, INNER, FLOAT8,
@@ -131,12 +162,13 @@ def _product(
 
 
 @triton.jit
-def _join(parts, y, numel, num_parts, TILE: tl.constexpr):
+def _join(parts, y, numel, PARTS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
     """The sum of the parts, first to last."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     there = at < numel
+    after_previous(OVERLAP)
     total = tl.zeros((TILE,), tl.float32)
-    for part in range(num_parts):
+    for part in tl.static_range(PARTS):
         total += tl.load(parts + part * numel.to(tl.int64) + at, mask=there, other=0.0)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=there)
 
@@ -182,31 +214,31 @@ def product(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: i
     """x [T, G·K], rounded as the weight asks for, times the transpose of the weight [G·N, K], group
     by group: [T, G·N]. `weight`: the form of `kept` on the device.
 
-    For fewer rows than DECODED_ROWS. Up to 64 rows the sum over K may be cut into parts that
-    another launch adds up, first to last.
+    For fewer rows than DECODED_ROWS. The sum over K may be cut into parts that another launch adds
+    up, first to last.
     """
     rows, inner, outputs = x.shape[0], weight.shape[1], weight.shape[0] // groups
     wide = x.dtype == torch.float32
-    tile = tiles(rows, limits(x.device), wide=wide)
+    by_planes = not wide and weight.words and inner % PLANE_STEP == 0
+    device = limits(x.device)
+    tile = tiles(rows, device, wide=wide)
+    if by_planes:
+        tile = plane_tiles(rows, weight.shape[0], device, stored=weight.stored)
     row_tiles, programs = triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs) * groups
     steps = triton.cdiv(inner, tile.inner)
-    parts = 1
-    while (
-        rows <= _SPLIT_ROWS and programs * parts < _PROGRAMS and steps >= 2 * _LEAST_STEPS * parts
-    ):
-        parts *= 2
-    chunk = triton.cdiv(steps, parts) * tile.inner
+    chunk = triton.cdiv(steps, parts_of(rows, programs, inner)) * tile.inner
+    parts = triton.cdiv(inner, chunk)
     y = x.new_empty((rows, groups * outputs))
     sums = y if parts == 1 else x.new_empty((parts, *y.shape), dtype=torch.float32)
     shape = (rows, outputs, inner, chunk, groups, parts > 1)
     grid = (row_tiles, programs, parts)
-    rounds = kept.quantized_input and kept.input_scale is None
-    if rounds and not wide and _multiplies_float8(weight, rows, inner, x):
-        codes, words = _pack_rows(x)
-        product_float8[grid](
-            codes, words, weight.codes, weight.scale, weight.scale_stride, weight.stored, sums,
-            *shape, tile.outputs, tile.rows, not INTERPRETED,
-            num_warps=8 if tile.rows == 64 else 4, num_stages=4,
+    overlap = overlaps(x.device)
+    if by_planes:
+        planes = _spread(x, kept, weight)
+        product_planes[grid](
+            planes, planes.stride(0), planes.stride(1), *weight.arguments()[:-1], sums, *shape,
+            tile.outputs, tile.rows, tile.inner, INTERPRETED, overlap,
+            num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlap,
         )  # fmt: skip
     else:
         x = unit_stride(round_input(x, kept))
@@ -217,27 +249,25 @@ def product(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: i
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     if parts > 1:
-        _join[(triton.cdiv(y.numel(), _TILE),)](sums, y, y.numel(), parts, _TILE)
+        _join[(triton.cdiv(y.numel(), _JOIN_TILE),)](
+            sums, y, y.numel(), parts, _JOIN_TILE, overlap, launch_pdl=overlap
+        )
     return y
 
 
-def _pack_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [T, K] of x [T, K], and the scales of four groups a word, int32 [T, K/128]."""
+def _spread(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight) -> torch.Tensor:
+    """x [T, G·K], rounded as the weight asks for, as planes [P, T, G·K / P] of its columns."""
+    rounds = kept.quantized_input and kept.input_scale is None
+    x = unit_stride(x if rounds else kept.round_input(x))
     rows, width = x.shape
-    x = unit_stride(x)
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    words = torch.empty(rows, width // 128, dtype=torch.int32, device=x.device)
+    count, overlap = planes_of(weight.stored), overlaps(x.device)
+    planes = x.new_empty((count, rows, width // count))
     tile = min(_TILE, padded(width, 128))
-    pack_rows[(rows, triton.cdiv(width, tile))](
-        x, x.stride(0), codes, words, width, tile, _takes_float8(x)
-    )
-    return codes, words
-
-
-def _multiplies_float8(weight: DeviceWeight, rows: int, inner: int, x: torch.Tensor) -> bool:
-    released = weight.stored in (FP8_BLOCKS.value, MXFP8.value) and weight.words
-    small = rows <= _FLOAT8_ROWS and inner % FLOAT8_INNER == 0
-    return released and small and limits(x.device).float8
+    spread_rows[(rows, triton.cdiv(width, tile))](
+        x, x.stride(0), planes, planes.stride(0), width, tile, count, rounds, _takes_float8(x),
+        overlap, launch_pdl=overlap,
+    )  # fmt: skip
+    return planes
 
 
 def _takes_float8(x: torch.Tensor) -> bool:

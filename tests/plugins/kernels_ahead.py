@@ -28,7 +28,7 @@ from plugins.indexer import kernel_candidates as candidates
 from plugins.indexer import kernel_float8 as float8
 from plugins.kv_write import kernel as kv_write
 from plugins.linear import kernel as linear
-from plugins.linear import kernel_float8 as linear_float8
+from plugins.linear import kernel_planes as planes
 from plugins.linear import kernel_split as split
 from plugins.mega_attention import kernel as attention
 from plugins.sample import kernel as sample
@@ -42,7 +42,7 @@ KEYS = {**INDEX, "PER_PAGE": 128}
 FOR_EVERY_GENERATION = (
     "attention", "attention float32", "index float8", "index decode", "select rest",
     "write main",
-    "linear blocks, 128 rows", "linear float8", "experts down", "mhc",
+    "linear planes", "linear planes, 128 rows", "experts down", "mhc",
 )  # fmt: skip
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
 HEAD = {"H": 64, "WIDTH": 512, "ROTATED": 64, "PAIRS": 256}
@@ -98,7 +98,7 @@ LINEAR = {
     "x": "*bf16", "row_stride": STRIDE, "codes": "*u8", "scale": "*u8", "scale_stride": STRIDE,
     "global_scale": "*fp32", "y": "*bf16", "num_rows": "i32", "N": STRIDE, "K": STRIDE,
     "chunk": STRIDE, "rounded": "*bf16", "values": "*bf16", "parts": "*fp32", "numel": "i32",
-    "num_parts": "i32", "x_words": "*i32", "words": "*i32",
+    "planes": "*bf16", "plane_stride": STRIDE, "groups": "i32",
 }  # fmt: skip
 ENGRAM = {
     "tokens": "*i64", "request": "*i64", "query_start": "*i64", "history": "*i64",
@@ -116,35 +116,36 @@ Kernels = list[tuple[str, Any, dict[str, str], dict[str, Any], int, *tuple[int, 
 
 
 def linear_kernels(device: Limits) -> Kernels:
-    parted = {"GROUPS": 8, "SPLIT": True}
+    parted, overlap = {"SPLIT": True}, {"OVERLAP": device.float8}
+    whole = {"FLOAT8": device.float8, "GROUPS": 8, **parted}
     made: Kernels = []
     for name, stored, rows in (
-        ("blocks, 16 rows", 0, 16), ("blocks, 128 rows", 0, 128), ("MXFP4", 2, 16),
-        ("NVFP4", 3, 16),
+        ("planes", 0, 16), ("planes, 128 rows", 0, 128), ("MXFP4", 2, 16), ("NVFP4", 3, 16),
     ):  # fmt: skip
-        tile = linear.tiles(rows, device, wide=False)
+        tile = linear.plane_tiles(rows, 1280, device, stored=stored)
         sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INNER": tile.inner}
-        constants = {"STORED": stored, "WORDS": True, "EVEN": True, "FLOAT8": device.float8}
+        constants = {"STORED": stored, "WIDEN": False, **parted, **sizes, **overlap}
         made.append(
-            (f"linear {name}", linear._product, LINEAR, {**constants, **parted, **sizes, **DOT},
-             tile.warps, tile.stages)
+            (f"linear {name}", planes.product_planes, LINEAR, constants, tile.warps, tile.stages)
+        )
+    for name, kind, constants in (
+        ("values", "*bf16", {"STORED": 0, "WORDS": True, "EVEN": True, **DOT}),
+        ("float32", "*fp32", {"STORED": 1, "WORDS": False, "EVEN": False, "DOT": tl.float32,
+                              "WIDEN": False}),
+    ):  # fmt: skip
+        tile = linear.tiles(32, device, wide=kind == "*fp32")
+        sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INNER": tile.inner}
+        made.append(
+            (
+                f"linear {name}", linear._product, {**LINEAR, "x": kind, "y": kind},
+                {**constants, **whole, **sizes}, tile.warps, tile.stages,
+            )
         )  # fmt: skip
-    tile = linear.tiles(32, device, wide=True)
-    wide = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INNER": tile.inner}
     return [
         *made,
         (
-            "linear float32", linear._product, {**LINEAR, "x": "*fp32", "y": "*fp32"},
-            {"STORED": 1, "WORDS": False, "EVEN": False, "FLOAT8": device.float8, **parted, **wide,
-             "DOT": tl.float32, "WIDEN": False}, tile.warps, tile.stages,
-        ),
-        (
-            "linear float8", linear_float8.product_float8, {**LINEAR, "x": "*u8"},
-            {"STORED": 0, **parted, "OUTPUTS": 64, "ROWS": 16, "FLOAT8": True}, 4, 4,
-        ),
-        (
-            "linear pack", linear_float8.pack_rows, {**LINEAR, "codes": "*u8"},
-            {"TILE": 1024, "FLOAT8": device.float8}, 4,
+            "linear spread", planes.spread_rows, LINEAR,
+            {"TILE": 1024, "PLANES": 2, "ROUND": True, "FLOAT8": device.float8, **overlap}, 4,
         ),
         ("linear round", linear._round_rows, LINEAR, {"TILE": 1024, "FLOAT8": device.float8}, 4),
         (
@@ -152,7 +153,7 @@ def linear_kernels(device: Limits) -> Kernels:
             {"STORED": 0, "WORDS": True, "EVEN": True, "ROWS": 32, "COLUMNS": 256,
              "FLOAT8": device.float8}, 4,
         ),
-        ("linear join", linear._join, LINEAR, {"TILE": 1024}, 4),
+        ("linear join", linear._join, LINEAR, {"PARTS": 8, "TILE": 512, **overlap}, 4),
         # A launch makes a constant of an integer that is 1.
         (
             "linear split", split._split, {**LINEAR, "x": "*fp32", "parts": "*bf16"},
@@ -294,7 +295,7 @@ def main() -> None:
         # What differs between generations is how products are made.
         if capability != 90 and name not in FOR_EVERY_GENERATION:
             continue
-        if name.startswith(("index float8", "linear float8")) and not device.float8:
+        if name.startswith("index float8") and not device.float8:
             continue
         made = compile_kernel(
             kernel, arguments, constants, compute_capability=capability, num_warps=warps,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +19,7 @@ from plugins.wo_a.cases import PACKED_CASES as PACKED_WO_A_CASES
 from plugins.wo_a.cases import WoACase
 
 kernel = load_kernel("linear")
+kernel_planes = importlib.import_module("plugins.linear.kernel_planes")
 wo_a = load_kernel("wo_a").wo_a
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -138,14 +141,14 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_LEAST_STEPS", 1)
+    monkeypatch.setattr(kernel, "_LEAST", 128)
 
 
-def by_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_FLOAT8_ROWS", 0)
+def by_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "PLANE_STEP", 1024)
 
 
-@pytest.mark.parametrize("path", [decoded, in_parts, by_bfloat16], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("path", [decoded, in_parts, by_values], ids=lambda f: f.__name__)
 def test_every_path_gives_the_product(
     path: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +158,62 @@ def test_every_path_gives_the_product(
     weight = operands["weight"]
     share = share_of(PackedFormat.FP8_BLOCKS)
     compare(ours, seen(operands["x"], weight), weight.value, torch.bfloat16, share)
+
+
+def followed(assembly: str, registers: dict[str, torch.Tensor]) -> None:
+    """Run the instructions, which no interpreter knows, on int64 tensors that hold 32 bits."""
+
+    def product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        assert (c == 0x80008000).all()  # adding −0 changes nothing
+        result = torch.zeros_like(a)
+        for half in (0, 16):
+            bits = [(x >> half).to(torch.int16).view(torch.bfloat16) for x in (a, b)]
+            value = (bits[0].float() * bits[1].float()).to(torch.bfloat16)  # exact in float32
+            result |= (value.view(torch.int16).long() & 0xFFFF) << half
+        return result
+
+    operations = {
+        "mov": lambda a: a,
+        "shl": lambda a, n: a << n & 0xFFFFFFFF,
+        "shr": lambda a, n: a >> n,
+        "and": lambda a, b: a & b,
+        "lop3": lambda a, b, c, table: (a & b) | c if int(table[0]) == 0xEA else None,
+        "fma": product,
+    }
+    like = registers["word"]
+    for name, text in re.findall(r"(\w+)\.[\w.]+ ([^;]*);", assembly):
+        if name == "reg":
+            continue
+        target, *operands = text.split(", ")
+        values = [
+            registers[x] if x in registers else torch.full_like(like, int(x, 0)) for x in operands
+        ]
+        registers[target] = operations[name](*values)
+
+
+@pytest.mark.parametrize("planes", [2, 4])
+def test_the_inline_assembly_takes_words_apart(planes: int) -> None:
+    """Every word of 16 bits, in either half of 32 bits; 480 stands where E4M3 has NaN."""
+    word = torch.arange(65_536)
+    other = word * 40_503 % 65_536
+    if planes == 2:
+        codes = torch.stack([word & 0xFF, word >> 8], dim=1)
+        value = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        value = torch.where(value.isnan(), 480.0 - 960.0 * (codes >> 7), value)
+    else:
+        codes = torch.stack([word >> 4 * i & 15 for i in range(4)], dim=1)
+        value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * (1 - 2 * (codes >> 3))
+    source = ("E4M3_PLANES", "E2M1_PLANES")[planes // 4]
+    for scale in (1.0, 2.0**-110, 2.0**119):
+        bits = torch.tensor(scale).to(torch.bfloat16).view(torch.int16).long()
+        registers = {f"${planes}": word | other << 16, f"${planes + 1}": bits * 0x10001}
+        registers["word"] = word
+        followed(getattr(kernel_planes, source).value, registers)
+        for plane in range(planes):
+            for half, words in ((0, word), (16, other)):
+                ours = (registers[f"${plane}"] >> half).to(torch.int16).view(torch.bfloat16)
+                expected = (value[words, plane] * scale).to(torch.bfloat16)
+                assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
