@@ -28,9 +28,9 @@ EXPERTS = {
 }  # fmt: skip
 GATE = {
     "u": "*bf16", "row_stride": STRIDE, "weight": "*bf16", "weight_stride": STRIDE,
-    "parts": "*fp32", "num_rows": "i32", "num_experts": "i32", "part_width": STRIDE,
+    "parts": "*fp32", "num_rows": "i32", "num_experts": "i32",
     "bias": "*fp32", "bias_image": "*fp32", "is_image": "*u8", "ids": "*i64", "weights": "*fp32",
-    "route_scale": "fp32", "temperature": "fp32",
+    "route_scale": "fp32", "inverse_temperature": "fp32",
 }  # fmt: skip
 MHC = {
     "streams": "*bf16", "row_stride": STRIDE, "stream_stride": STRIDE, "y": "*bf16",
@@ -73,7 +73,7 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
     if not device.float8 or device.tensor_memory or device.shared_memory < 160_000:
         return few
     pieces = {**PIECES, "MIX": False, "COLLAPSE": False}
-    tile = {"DEPTH": 128, "EXPERTS": 64, "WIDTH": 5120}
+    tile = {"DEPTH": 128, "EXPERTS": 64, "WIDTH": 5120, "PART": 640}
     return [
         *few,
         ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
@@ -86,10 +86,13 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             "combine", routing.combine, EXPERTS,
             {"TOP_K": 6, "PADDED_K": 8, "SHARED": 1, "WIDTH": 5120, "TILE": 1024}, 4,
         ),
-        ("gate", gate._logits, GATE, {**tile, "ROWS": 64, "PARTS": 1, **DOT}, 4, 4),
+        ("gate", gate._logits, GATE, {**tile, "ROWS": 64, "OVERLAP": True, **DOT}, 4, 5),
         (
             "choose", gate._choose, GATE,
-            {"TOP_K": 6, "EXPERTS": 512, "IMAGES": True, "PARTS": 8, "SUM_EPS": 1e-20}, 1,
+            {
+                "TOP_K": 6, "EXPERTS": 512, "PLACES": 8, "IMAGES": True, "PARTS": 8,
+                "SUM_EPS": 1e-20, "OVERLAP": True,
+            }, 1,
         ),
         ("expand", mhc._streams, MHC, {**STREAMS, **pieces, **DOT}, 8),
         (
