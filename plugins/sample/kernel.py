@@ -1,7 +1,7 @@
 """Sampling in the Triton language; docs/kernels/sample.md has its floor and layout.
 
-One program draws for one row. It never sorts: how many tokens, and how much mass, lie at or above a
-logit is one pass, and each limit is the largest logit that enough of them reach, found bit by bit.
+Nothing is sorted. Three launches over all rows find, in pieces of a row, the largest logit, bounds
+between which the limits cut and the draw falls, and the few tokens between them; a fourth draws.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -14,226 +14,244 @@ import triton
 import triton.language as tl
 
 from plugins.device.launch import needs_reference, padded, unit_stride
-from plugins.device.numbers import order_key, ordered_value
+from plugins.device.search import bound, bound_key, threshold
 from plugins.registry import OPERATORS
+from plugins.sample.kernel_draw import STATE, draw, share_of, uniform
 
-_TILE = 4096
-_LEAST = tl.constexpr(-2147483648)
-
-
-@triton.jit
-def _uniform(seed, index):
-    """The float64 in (0, 1) of plugins/sample/philox.py."""
-    c0, c1 = index & 0xFFFFFFFF, (index >> 32) & 0xFFFFFFFF
-    c2, c3 = index * 0, index * 0
-    k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    for _ in tl.static_range(10):
-        # The product wraps modulo 2^64; its halves are right once masked.
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        high0, high1 = (product0 >> 32) & 0xFFFFFFFF, (product1 >> 32) & 0xFFFFFFFF
-        c0, c1 = high1 ^ c1 ^ k0, product1 & 0xFFFFFFFF
-        c2, c3 = high0 ^ c3 ^ k1, product0 & 0xFFFFFFFF
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    bits = (c0 << 20) | (c1 >> 12)
-    return (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+LEAST = tl.constexpr(-3.4028234663852886e38)
+# Tokens of one program, and of one group whose largest logit is kept.
+_CHUNK, _GROUP = 4096, 64
+# Bounds below a chunk's peak at which its mass is measured, and bounds between which rows are cut.
+_LEVELS, _GRID = 8, 64
+# So few tokens are listed rather than bounded from above.
+_FEW = 2048
+# Listed tokens of one step of a draw, and how many are drawn from pair by pair.
+_TILE, _PAIRS = 2048, 256
 
 
 @triton.jit
-def _load_keys(row, first, vocab, TILE: tl.constexpr):
-    """The logits' order, and their place; of what lies beyond the row, the least that there is."""
-    place = first + tl.arange(0, TILE)
-    value = tl.load(row + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
-    return tl.where(place < vocab, order_key(value), _LEAST), place
-
-
-@triton.jit
-def _weights(keys, peak, cold):
-    """Of a token against the most probable one: 2^(cold · distance)."""
-    return tl.exp2((ordered_value(keys) - peak) * cold)
-
-
-@triton.jit
-def _reaching(kept, count, threshold, peak, cold, TILE: tl.constexpr):
-    """How many of the kept keys, and how much mass, reach the threshold."""
-    number, mass = 0, tl.cast(0.0, tl.float64)
-    for first in range(0, count, TILE):
-        place = first + tl.arange(0, TILE)
-        keys = tl.load(kept + place, mask=place < count, other=_LEAST)
-        reach = (keys >= threshold) & (place < count)
-        number += tl.sum(reach.to(tl.int32))
-        weight = tl.where(reach, _weights(keys, peak, cold), 0.0)
-        mass += tl.sum(weight.to(tl.float64))
-    return number, mass
-
-
-@triton.jit
-def _threshold(kept, count, least, wanted, peak, cold, BY_MASS: tl.constexpr, TILE: tl.constexpr):
-    """The largest key that `wanted` tokens reach, or, BY_MASS, more mass than `wanted`; `least` if
-    there is none above."""
-    best = order_key(peak)
-    # The bits that `least` and the best share are known.
-    open_bits = (least ^ best).to(tl.uint32, bitcast=True)
-    found = tl.where(best >= 0, 0, _LEAST)
-    if (best >= 0) & (least < 0):
-        number, mass = _reaching(kept, count, 0, peak, cold, TILE)
-        enough = mass > wanted if BY_MASS else number >= wanted
-        found = tl.where(enough, 0, _LEAST)
-    for step in range(31):
-        bit = 30 - step
-        if (open_bits >> bit) == 0:
-            found = found | (best & (1 << bit))
-        else:
-            tried = found | (1 << bit)
-            number, mass = _reaching(kept, count, tried, peak, cold, TILE)
-            enough = mass > wanted if BY_MASS else number >= wanted
-            found = tl.where(enough, tried, found)
-    return tl.maximum(found, least)
-
-
-@triton.jit
-def _before(value):
-    """The next smaller float64 of a positive one."""
-    return (value.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _draw_by_id(row, vocab, floor, peak, cold, u, TILE: tl.constexpr):
-    """The token in whose share of the mass u falls, in the order of the ids."""
-    total = tl.cast(0.0, tl.float64)
-    for first in range(0, vocab, TILE):
-        keys, _place = _load_keys(row, first, vocab, TILE)
-        weight = tl.where(keys >= floor, _weights(keys, peak, cold), 0.0)
-        total += tl.sum(weight.to(tl.float64))
-    target = tl.minimum(u * total, _before(total))
-    passed, first, token = tl.cast(0.0, tl.float64), 0, -1
-    while (first < vocab) & (token < 0):
-        keys, place = _load_keys(row, first, vocab, TILE)
-        weight = tl.where(keys >= floor, _weights(keys, peak, cold), 0.0).to(tl.float64)
-        here = tl.sum(weight)
-        if passed + here > target:
-            behind = tl.sum((passed + tl.cumsum(weight, axis=0) <= target).to(tl.int32))
-            # Sums taken in another order may end a little below.
-            last = tl.max(tl.where(weight > 0, place, -1))
-            token = tl.minimum(first + behind, last)
-        passed += here
-        first += TILE
-    return token
-
-
-@triton.jit
-def _pick(row, vocab, key, behind, TILE: tl.constexpr):
-    """The id of the token with this key that has `behind` such tokens before it."""
-    passed, first, token = 0, 0, -1
-    while (first < vocab) & (token < 0):
-        keys, place = _load_keys(row, first, vocab, TILE)
-        equal = (keys == key).to(tl.int32)
-        here = tl.sum(equal)
-        if passed + here > behind:
-            token = tl.min(
-                tl.where((equal > 0) & (passed + tl.cumsum(equal, axis=0) > behind), place, vocab)
-            )
-        passed += here
-        first += TILE
-    return token
-
-
-@triton.jit
-def _draw_by_rank(row, kept, vocab, floor, top_k, top_p, peak, heat, cold, u, TILE: tl.constexpr):
-    """The token in whose share of the mass u falls, by falling logit, among those that the limits
-    leave."""
-    # Three logits below the peak: the first that enough tokens reach bounds what is looked at.
-    near, far = order_key(peak - 4.0 * heat), order_key(peak - 12.0 * heat)
-    allowed, total = 0, tl.cast(0.0, tl.float64)
-    near_number, near_mass = 0, tl.cast(0.0, tl.float64)
-    far_number, far_mass = 0, tl.cast(0.0, tl.float64)
-    for first in range(0, vocab, TILE):
-        keys, _place = _load_keys(row, first, vocab, TILE)
-        inside = keys >= floor
-        weight = tl.where(inside, _weights(keys, peak, cold), 0.0).to(tl.float64)
-        allowed += tl.sum(inside.to(tl.int32))
-        total += tl.sum(weight)
-        near_number += tl.sum((inside & (keys >= near)).to(tl.int32))
-        near_mass += tl.sum(tl.where(keys >= near, weight, 0.0))
-        far_number += tl.sum((inside & (keys >= far)).to(tl.int32))
-        far_mass += tl.sum(tl.where(keys >= far, weight, 0.0))
-    most = tl.minimum(tl.where(top_k > 0, top_k, vocab), allowed).to(tl.int32)
-    needed = tl.where(top_p < 1.0, top_p * total, total)
-    # Either limit alone bounds the tokens that can be drawn.
-    enough_near = (near_number >= most) | ((top_p < 1.0) & (near_mass >= needed))
-    enough_far = (far_number >= most) | ((top_p < 1.0) & (far_mass >= needed))
-    bound = tl.where(enough_far, tl.maximum(far, floor), floor)
-    bound = tl.where(enough_near, tl.maximum(near, floor), bound)
-    count = 0
-    for first in range(0, vocab, TILE):
-        keys, _place = _load_keys(row, first, vocab, TILE)
-        taken = keys >= bound
-        place = count + tl.cumsum(taken.to(tl.int32), axis=0) - 1
-        tl.store(kept + place, keys, mask=taken)
-        count += tl.sum(taken.to(tl.int32))
-    tl.debug_barrier()
-
-    mass = total
-    lowest = bound
-    if most < count:
-        lowest = _threshold(kept, count, bound, most, peak, cold, False, TILE)
-        above, mass_above = _reaching(kept, count, lowest + 1, peak, cold, TILE)
-        mass = mass_above + (most - above) * _weights(lowest, peak, cold).to(tl.float64)
-    if top_p < 1.0:
-        needed = top_p * mass
-        # The mass must reach `needed`, not exceed it; one token always stays.
-        under = tl.where(needed > 0, _before(needed), 0.0)
-        lowest = _threshold(kept, count, lowest, under, peak, cold, True, TILE)
-        above, mass_above = _reaching(kept, count, lowest + 1, peak, cold, TILE)
-        reached, _mass = _reaching(kept, count, lowest, peak, cold, TILE)
-        weight = _weights(lowest, peak, cold).to(tl.float64)
-        equals = tl.where(weight > 0, tl.ceil((needed - mass_above) / weight), 1.0)
-        equals = tl.minimum(tl.maximum(equals, 1.0), (tl.minimum(reached, most) - above) * 1.0)
-        mass = mass_above + equals * weight
-        most = above + equals.to(tl.int32)
-    target = tl.minimum(u * mass, _before(mass))
-    key = _threshold(kept, count, lowest, target, peak, cold, True, TILE)
-    above, mass_above = _reaching(kept, count, key + 1, peak, cold, TILE)
-    reached, _mass = _reaching(kept, count, key, peak, cold, TILE)
-    behind = tl.floor((target - mass_above) / _weights(key, peak, cold).to(tl.float64))
-    last = (tl.minimum(reached, most) - above - 1) * 1.0
-    behind = tl.maximum(tl.minimum(behind, last), 0.0).to(tl.int32)
-    return _pick(row, vocab, key, behind, TILE)
-
-
-@triton.jit
-def _sample(
-    logits, row_stride, temperature, top_k, top_p, min_p, seed, output_index, kept, tokens, vocab,
-    HALF: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64)
-    row = logits + at * row_stride
-    best, token = tl.cast(_LEAST, tl.int32), 0
-    for first in range(0, vocab, TILE):
-        keys, place = _load_keys(row, first, vocab, TILE)
-        highest = tl.max(keys)
-        if highest > best:
-            best = highest
-            token = tl.min(tl.where(keys == highest, place, vocab))
-    heat = tl.load(temperature + at).to(tl.float32)
+def _survey(
+    logits,
+    row_stride,
+    temperature,
+    top_k,
+    top_p,
+    vocab,
+    peaks,
+    ids,
+    least,
+    steps,
+    maxima,
+    tails,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """Of one piece of a row: the largest logit, its lowest id, the largest of each group; for a
+    draw its mass, relative to that logit, and where top-p alone limits how much of it lies below
+    each of LEVELS + 1 bounds, of which the last is 16 temperatures or the whole range away."""
+    row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    logits += row * row_stride
+    at = row * tl.num_programs(0) + chunk
+    group = tl.arange(0, CHUNK // GROUP)
+    place = (chunk * CHUNK + group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    value = tl.load(logits + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
+    best = tl.max(value, axis=1)
+    tl.store(maxima + at * (CHUNK // GROUP) + group, best)
+    top = tl.max(best)
+    tl.store(peaks + at, top)
+    tl.store(ids + at, tl.min(tl.where(value == top, place, vocab)))
+    heat = tl.load(temperature + row).to(tl.float32)
     if heat > 0:
-        peak = ordered_value(best)
+        there = value > float("-inf")
+        low = tl.min(tl.where(there, value, top))
+        step = tl.where(top > low, tl.minimum(2.0 * heat, (top - low) / LEVELS), 0.0)
+        step = tl.maximum(step, 1e-30)
+        weight = tl.exp2((value - top) * (1.4426950408889634 / tl.maximum(heat, 1e-30)))
+        weight = tl.where(there, weight, 0.0)
+        tl.store(least + at, low)
+        tl.store(steps + at, step)
+        to = tails + at * (LEVELS + 2)
+        tl.store(to, tl.sum(weight))
+        if (tl.load(top_p + row) < 1.0) & (tl.load(top_k + row) <= 0):
+            for level in tl.static_range(LEVELS + 1):
+                tl.store(to + 1 + level, tl.sum(tl.where(value < top - level * step, weight, 0.0)))
+
+
+@triton.jit
+def _limit(
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    output_index,
+    vocab,
+    peaks,
+    ids,
+    least,
+    steps,
+    maxima,
+    tails,
+    num_chunks,
+    num_groups,
+    state,
+    counter,
+    tokens,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    GRID: tl.constexpr,
+    HALF: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Of one row: the greedy token, and what describes it in `state`.
+
+    Two intervals of logits hold where the limits cut and where the draw falls. With top-k both go
+    from a bound that k groups reach to the peak. With top-p alone they are estimates, an eighth of
+    the mass on the nearer side wide to either side; the draw checks them.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    there = chunk < num_chunks
+    at = row * num_chunks + chunk
+    top = tl.load(peaks + at, mask=there, other=float("-inf"))
+    peak = tl.max(top)
+    id = tl.load(ids + at, mask=there, other=vocab)
+    tl.store(tokens + row, tl.min(tl.where(top == peak, id, vocab)).to(tl.int64))
+    tl.store(counter + row, 0)
+    heat = tl.load(temperature + row).to(tl.float32)
+    if heat > 0:
         cold = 1.4426950408889634 / tl.maximum(heat, 1e-30)
-        share, least = tl.load(top_p + at).to(tl.float64), tl.load(min_p + at).to(tl.float64)
-        k = tl.load(top_k + at)
-        u = _uniform(tl.load(seed + at), tl.load(output_index + at))
-        floor = tl.cast(_LEAST + 1, tl.int32)
-        if least > 0:
-            value = (peak.to(tl.float64) + heat.to(tl.float64) * tl.log(least)).to(tl.float32)
-            # The bound is a logit too, rounded as they are.
+        k = tl.load(top_k + row)
+        share, ratio = tl.load(top_p + row).to(tl.float32), tl.load(min_p + row).to(tl.float64)
+        curves = tails + at * (LEVELS + 2)
+        of_peak = tl.exp2((top - peak) * cold)
+        whole = tl.load(curves, mask=there, other=0.0)
+        total = tl.sum(whole * of_peak)
+        # The least power of two above the total.
+        exponent = (total.to(tl.int32, bitcast=True) >> 23) - 126
+        scale = ((42 - exponent + 127) << 23).to(tl.float32, bitcast=True)
+        floor = tl.cast(LEAST, tl.float32)
+        if ratio > 0:
+            value = (peak.to(tl.float64) + heat.to(tl.float64) * tl.log(ratio)).to(tl.float32)
             value = value.to(tl.bfloat16).to(tl.float32) if HALF else value
-            floor = order_key(value)
-        if (k > 0) | (share < 1.0):
-            token = _draw_by_rank(
-                row, kept + at * vocab, vocab, floor, k, share, peak, heat, cold, u, TILE
+            floor = tl.maximum(value, floor)
+        infinity = peak * 0 + float("inf")
+        low1, high1, low2, high2 = floor, infinity, floor, infinity
+        if k > 0:
+            group = tl.arange(0, GROUPS)
+            best = tl.load(
+                maxima + row * num_groups + group, mask=group < num_groups, other=float("-inf")
             )
-        else:
-            token = _draw_by_id(row, vocab, floor, peak, cold, u, TILE)
-    tl.store(tokens + at, tl.cast(token, tl.int64))
+            reached = tl.sum((best > float("-inf")).to(tl.int32))
+            if k < reached:
+                low = bound_key(tl.min(tl.where(best > float("-inf"), best, peak)))
+                low, _high, reached, _above = threshold(
+                    best, k.to(tl.int32), k.to(tl.int32) + 8, low, bound_key(peak) + 1, reached
+                )
+                low1 = tl.maximum(floor, bound(low))
+                low2 = low1
+        elif share < 1:
+            lowest = tl.min(
+                tl.load(least + at, mask=there & (top > float("-inf")), other=float("inf"))
+            )
+            step = tl.load(steps + at, mask=there, other=1.0)
+            # Tokens below hold less than what top-p may drop, however many they are.
+            end = peak + tl.log2((1.0 - share) * total / vocab) / cold
+            end = tl.maximum(tl.maximum(end, lowest), floor)
+            point = tl.arange(0, GRID)
+            edge = peak - (peak - end) * (point.to(tl.float32) / (GRID - 2))
+            edge = tl.where(point == GRID - 1, floor, edge)
+            below = top[None, :] - edge[:, None]
+            over = below < 0
+            place = tl.maximum(tl.minimum(below, LEVELS * step[None, :]), 0.0) / step[None, :]
+            level = tl.minimum(place.to(tl.int32), LEVELS - 1)
+            part = place - level.to(tl.float32)
+            level = 1 + level
+            a = tl.load(curves[None, :] + level, mask=there[None, :], other=0.0)
+            b = tl.load(curves[None, :] + level + 1, mask=there[None, :], other=0.0)
+            curve = tl.exp2(
+                tl.log2(tl.maximum(a, 1e-37)) * (1 - part) + tl.log2(tl.maximum(b, 1e-37)) * part
+            )
+            tail = tl.where(b > 0, curve, a * (1.0 - part))
+            tail = tl.where(over, whole[None, :], tail)
+            tail = tl.sum(tail * of_peak[None, :], axis=1)
+            barred = tl.sum(tl.where(point == GRID - 1, tail, 0.0))
+            allowed = total - barred
+            u = uniform(tl.load(seed + row), tl.load(output_index + row)).to(tl.float32)
+            cut = barred + (1.0 - share) * allowed
+            drawn = total - u * share * allowed
+            slack = tl.minimum(cut - barred, total - cut) * 0.125
+            low1 = tl.max(tl.where(tail <= cut - slack, edge, floor))
+            high1 = tl.min(tl.where(tail >= cut + slack, edge, float("inf")))
+            slack = tl.minimum(drawn - barred, total - drawn) * 0.125
+            low2 = tl.max(tl.where(tail <= drawn - slack, edge, floor))
+            high2 = tl.min(tl.where(tail >= drawn + slack, edge, float("inf")))
+            # So many tokens at most reach a bound: each weighs as much as it does.
+            number = total / tl.exp2((edge - peak) * cold)
+            few = tl.min(tl.where(number <= FEW, edge, peak))
+            high2 = tl.where(low2 >= few, float("inf"), high2)
+            if low1 >= few:
+                high1, low2, high2 = infinity, low1, infinity
+        to = state + row * STATE
+        tl.store(to, peak)
+        tl.store(to + 1, scale)
+        tl.store(to + 2, floor)
+        tl.store(to + 3, low1)
+        tl.store(to + 4, high1)
+        tl.store(to + 5, low2)
+        tl.store(to + 6, high2)
+
+
+@triton.jit
+def _collect(
+    logits,
+    row_stride,
+    temperature,
+    top_k,
+    top_p,
+    vocab,
+    state,
+    counter,
+    sums,
+    listed,
+    listed_ids,
+    CHUNK: tl.constexpr,
+):
+    """Of one piece of a row: the sums of its tokens' shares, all that are allowed and those above
+    either interval, and its tokens inside them, appended to the row's list in any order."""
+    row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    heat = tl.load(temperature + row).to(tl.float32)
+    if heat > 0:
+        cold = 1.4426950408889634 / tl.maximum(heat, 1e-30)
+        of = state + row * STATE
+        peak, scale, floor = tl.load(of), tl.load(of + 1), tl.load(of + 2)
+        place = chunk * CHUNK + tl.arange(0, CHUNK)
+        value = tl.load(logits + row * row_stride + place, mask=place < vocab, other=float("-inf"))
+        value = value.to(tl.float32)
+        share = share_of(value, peak, cold, scale)
+        to = sums + (row * tl.num_programs(0) + chunk) * 3
+        tl.store(to, tl.sum(tl.where(value >= floor, share, 0)))
+        if (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0):
+            low1, high1 = tl.load(of + 3), tl.load(of + 4)
+            low2, high2 = tl.load(of + 5), tl.load(of + 6)
+            over1, over2 = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
+            if high1 < float("inf"):
+                over1 = tl.sum(tl.where(value >= high1, share, 0))
+            if high2 < float("inf"):
+                over2 = tl.sum(tl.where(value >= high2, share, 0))
+            tl.store(to + 1, over1)
+            tl.store(to + 2, over2)
+            inside = ((value >= low1) & (value < high1)) | ((value >= low2) & (value < high2))
+            behind = tl.cumsum(inside.to(tl.int32), axis=0)
+            number = tl.sum(inside.to(tl.int32))
+            if number > 0:
+                start = tl.atomic_add(counter + row, number) - 1
+                # The mask parts the stores; the hint keeps them in the layout of the loads.
+                at = tl.max_contiguous(tl.multiple_of(start + behind, 4), 4)
+                tl.store(listed + row * vocab + at, value, mask=inside)
+                tl.store(listed_ids + row * vocab + at, place, mask=inside)
 
 
 def sample(
@@ -247,7 +265,7 @@ def sample(
 ) -> torch.Tensor:
     """As the reference, which runs for float64 logits.
 
-    A token's weight is a float32 exponential, right to 2⁻²², sums are float64: where a draw falls
+    A token's weight is a float32 exponential, right to 2⁻²², sums are integers: where a draw falls
     within that of the border between two tokens it may name the other one.
     """
     if needs_reference(logits):
@@ -256,13 +274,43 @@ def sample(
         )
         return reference
     rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows:
-        logits = unit_stride(logits)
-        kept = torch.empty(rows, vocab, dtype=torch.int32, device=logits.device)
-        _sample[(rows,)](
-            logits, logits.stride(0), temperature, top_k, top_p, min_p, seed, output_index, kept,
-            tokens, vocab, logits.dtype == torch.bfloat16, min(_TILE, padded(vocab)),
-            num_warps=16 if vocab > 2048 else 4,
-        )  # fmt: skip
+    device = logits.device
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    if rows == 0:
+        return tokens
+    logits = unit_stride(logits)
+    stride = logits.stride(0)
+    chunk = min(_CHUNK, padded(vocab))
+    group = min(_GROUP, chunk)
+    chunks = triton.cdiv(vocab, chunk)
+    groups = chunks * (chunk // group)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    peaks, least, steps = floats(rows, chunks), floats(rows, chunks), floats(rows, chunks)
+    maxima, tails, state = floats(rows, groups), floats(rows, chunks, _LEVELS + 2), floats(rows, 7)
+    ids, counter, sums = ints(rows, chunks), ints(rows), ints(rows, chunks, 6).view(torch.int64)
+    listed, listed_ids = floats(rows, vocab), ints(rows, vocab)
+    _survey[(chunks, rows)](
+        logits, stride, temperature, top_k, top_p, vocab, peaks, ids, least, steps, maxima, tails,
+        chunk, group, _LEVELS,
+    )  # fmt: skip
+    _limit[(rows,)](
+        temperature, top_k, top_p, min_p, seed, output_index, vocab,
+        peaks, ids, least, steps, maxima, tails, chunks, groups, state, counter, tokens,
+        padded(chunks, 1), padded(groups, 1), _LEVELS, _GRID, logits.dtype == torch.bfloat16, _FEW,
+    )  # fmt: skip
+    _collect[(chunks, rows)](
+        logits, stride, temperature, top_k, top_p, vocab, state, counter, sums, listed, listed_ids,
+        chunk,
+    )  # fmt: skip
+    draw[(rows,)](
+        logits, stride, temperature, top_k, top_p, seed, output_index, vocab,
+        state, counter, sums, listed, listed_ids, chunks, tokens,
+        padded(chunks, 1), chunk, _TILE, _PAIRS, num_warps=8,
+    )  # fmt: skip
     return tokens

@@ -87,6 +87,13 @@ SELECT = {
     "blocks": "*i64", "num_listed": "i32", "mask": "*u8", "mask_stride": "i32",
     "listed": "*i64", "entries": "*i64", "num_entries": "i32",
 }  # fmt: skip
+SAMPLE = {
+    "logits": "*fp32", "row_stride": STRIDE, "temperature": "*fp32", "top_k": "*i64",
+    "top_p": "*fp32", "min_p": "*fp32", "seed": "*i64", "output_index": "*i64", "vocab": STRIDE,
+    "peaks": "*fp32", "ids": "*i32", "least": "*fp32", "steps": "*fp32", "maxima": "*fp32",
+    "tails": "*fp32", "num_chunks": "i32", "num_groups": STRIDE, "state": "*fp32",
+    "counter": "*i32", "tokens": "*i64", "sums": "*i64", "listed": "*fp32", "listed_ids": "*i32",
+}  # fmt: skip
 WRITE = {
     "values": "*bf16", "value_stride": STRIDE, "slots": "*i64", "data": "*u8",
     "page_stride": STRIDE, "a": "*fp32", "a_group": STRIDE, "a_token": STRIDE, "b": "*fp32",
@@ -276,14 +283,15 @@ def kernels(device: Limits) -> Kernels:
         *linear_kernels(device),
         *engram_kernels(device),
         *kernels_ahead_experts.kernels(device),
+        ("sample survey", sample._survey, SAMPLE, {"CHUNK": 4096, "GROUP": 64, "LEVELS": 8}, 4),
         (
-            "sample", sample._sample,
-            {
-                "logits": "*fp32", "row_stride": STRIDE, "temperature": "*fp32", "top_k": "*i64",
-                "top_p": "*fp32", "min_p": "*fp32", "seed": "*i64", "output_index": "*i64",
-                "kept": "*i32", "tokens": "*i64", "vocab": STRIDE,
-            },
-            {"HALF": False, "TILE": 4096}, 16,
+            "sample limit", sample._limit, SAMPLE,
+            {"CHUNKS": 32, "GROUPS": 2048, "LEVELS": 8, "GRID": 64, "HALF": False, "FEW": 2048}, 4,
+        ),
+        ("sample collect", sample._collect, SAMPLE, {"CHUNK": 4096}, 4),
+        (
+            "sample draw", sample.draw, SAMPLE,
+            {"CHUNKS": 32, "CHUNK": 4096, "TILE": 2048, "PAIRS": 256}, 8,
         ),
     ]  # fmt: skip
 

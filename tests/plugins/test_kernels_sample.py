@@ -86,7 +86,8 @@ def mixed(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_rows_of_several_tiles_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_TILE", 32)
+    for name, size in (("_CHUNK", 32), ("_GROUP", 4), ("_TILE", 32), ("_PAIRS", 16)):
+        monkeypatch.setattr(kernel, name, size)
     operands = mixed(7, 70, 0)
     on_device = moved(operands)
     tokens = kernel.sample(**on_device)
