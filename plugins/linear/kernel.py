@@ -67,8 +67,9 @@ def plane_tiles(rows: int, outputs: int, device: Limits, *, stored: int) -> Tile
     if rows > _FEW_ROWS:
         output_tile, row_tile, warps, inner = 128, 128, 4, 64
     else:
-        # Where even wide tiles fill a device, fewer of them read the rows fewer times.
-        wide = outputs > 64 * _PROGRAMS
+        # Wide tiles read the rows fewer times; of 16 rows or fewer one takes a multiprocessor,
+        # which pays where there are two for each.
+        wide = outputs > (120 if rows <= 16 else 64) * _PROGRAMS
         output_tile, warps = (128, 8) if wide else (64, 4)
         row_tile = 16 if rows <= 16 else _FEW_ROWS
         inner = 256 if fp4 or rows <= 16 else 128
