@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from collections.abc import Callable
@@ -76,7 +77,11 @@ def test_packed_weights_equal_the_definition(case: PackedCase, dtype: torch.dtyp
     operands = case.operands(dtype)
     ours = kernel.linear(**moved(operands))
     weight = operands["weight"]
-    compare(ours, seen(operands["x"], weight), weight.value, dtype, share_of(case.stored))
+    value = weight.value
+    if case.stored is PackedFormat.NVFP4 and case.in_features % kernel.PLANE_STEP == 0:
+        # The global scale multiplies sums, not values that bfloat16 would then round.
+        value = dataclasses.replace(weight.packed, dtype=torch.float32).dequantize()
+    compare(ours, seen(operands["x"], weight), value, dtype, share_of(case.stored))
 
 
 @pytest.mark.parametrize(
