@@ -44,9 +44,12 @@ class Intake:
         self._responder = responder
         self._keys = itertools.count(1)
 
-    def take(self, asked: wire.WireRequest, request_id: str, reply: Reply) -> None:
+    def take(
+        self, asked: wire.WireRequest, request_id: str, reply: Reply, arrived_at: float
+    ) -> None:
         """Raises RequestError for what cannot be served; after that the reply is the responder's.
-        The buffers of `asked` are copied before this returns."""
+        The buffers of `asked` are copied before this returns. `arrived_at`, of the monotonic
+        clock, begins the request's time."""
         options, shown = asked.options, asked.shown
         input_ids = self._input_ids(asked)
         if options.num_sequences > 1 or shown.prompt_log_probs:
@@ -80,7 +83,10 @@ class Intake:
             sequences,
             session_id=asked.session_id,
             seconds=asked.timeout,
+            opened_at=arrived_at,
         )
+        if stream.is_late:  # it waited for its text to be read
+            raise stream.late()
         own = self._model.end_ids if asked.end_ids is None else asked.end_ids
         max_tokens = self._max_tokens(asked.max_tokens, len(input_ids))
         sampling, end_ids = options.end_of_guide(

@@ -76,6 +76,14 @@ class ResponseStream:
     def is_late(self) -> bool:
         return self.seconds is not None and time.monotonic() - self.opened_at >= self.seconds
 
+    def late(self) -> RequestError:
+        """What such a request is told."""
+        return RequestError(
+            "deadline_exceeded",
+            f"expected an answer within the timeout of {self.seconds} s, which has passed; allow "
+            "more time, or ask for less",
+        )
+
 
 class Responder:
     """`cancel` takes a stream's key and why; `tick` is called once a round, on this thread."""
@@ -178,12 +186,7 @@ class Responder:
             if delta.error is not None:
                 self._end(stream, delta, delta.error)
             elif delta.finish_reason == FinishReason.TIMEOUT:
-                late = RequestError(
-                    "deadline_exceeded",
-                    f"expected an answer within the timeout of {stream.seconds} s, which has "
-                    "passed; allow more time, or ask for less",
-                )
-                self._end(stream, delta, late)
+                self._end(stream, delta, stream.late())
             elif delta.finish_reason == FinishReason.CANCELLED:
                 cancelled = RequestError("cancelled", "the client cancelled the request")
                 self._end(stream, delta, cancelled)

@@ -50,7 +50,7 @@ _ERROR_CODES = {
     wire.CANCELLED: "CANCELLED",
     wire.INTERNAL: "INTERNAL",
 }
-_LATER = {wire.CANCELLED, wire.DEADLINE_EXCEEDED}  # than at the door, where nobody is rejected so
+_LATER = {wire.CANCELLED}  # than at the door, where nobody is rejected so
 
 
 class TritonPythonModel:
@@ -165,7 +165,7 @@ class TritonPythonModel:
     ) -> None:
         self._check_open()
         asked = wire.read_request(inputs, parameters, self._model.defaults)
-        self._intake.take(asked, request_id, reply)
+        self._intake.take(asked, request_id, reply, reply.arrived_at)
 
     def _check_open(self) -> None:
         if self._drain_until is not None:
@@ -218,6 +218,7 @@ class _TritonReply:
     """One request's response sender. Exactly one call is final."""
 
     def __init__(self, sender: Any) -> None:
+        self.arrived_at = time.monotonic()
         self._sender = sender
 
     def send(self, outputs: Outputs, *, final: bool) -> None:

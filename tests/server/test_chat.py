@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc import insecure_channel
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from builder.cli import main as build
 from client import Chat, DeploymentError, FinishReason, GenerateRequest, GrpcClient, HttpClient
@@ -26,7 +28,7 @@ from examples.tinyflash.arithmetic import heldout_arithmetic
 from examples.tinyflash.tokenizer import TOKENIZER_FILE, encoder
 from examples.tinyflash.tools import TOOLS
 from python_backend.text import chat
-from tests.server.deployment import ROOT, Deployment
+from tests.server.deployment import MODEL, ROOT, Deployment, add_tensor
 
 pytestmark = pytest.mark.server
 
@@ -120,6 +122,28 @@ def test_messages_and_their_ids_get_the_same_answer(grpc: GrpcClient) -> None:
     by_ids = grpc.generate(GenerateRequest(input_ids=ids, **asked))
     assert by_messages.output_ids.tolist() == by_ids.output_ids.tolist()
     assert by_messages.text_output == by_ids.text_output
+
+
+def test_the_wait_to_be_read_counts(server: Deployment) -> None:
+    """On one stream, and so in order: a text of two megabytes, and a conversation padded with
+    blanks, whose millisecond has passed when its turn comes."""
+    padded = json.dumps(CONVERSATIONS[0][0])[:-1] + " " * 70_000 + "]"
+    asked: list[dict[str, Any]] = [
+        {"text_input": "word " * 400_000, "max_tokens": 1},
+        {"messages": padded, "max_tokens": 1, "timeout": 1_000},
+        {"messages": padded, "max_tokens": 1},
+    ]
+    requests = []
+    for values in asked:
+        request = service_pb2.ModelInferRequest(model_name=MODEL)
+        for name, value in values.items():
+            add_tensor(request, name, value)
+        requests.append(request)
+    with insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answers = list(stub.ModelStreamInfer(iter(requests), timeout=60))
+    said = [answer.error_message.partition("]")[0] for answer in answers]
+    assert sorted(said) == ["", "[deadline_exceeded", "[invalid_argument"]
 
 
 def test_a_second_turn_hits_the_first(grpc: GrpcClient) -> None:
