@@ -149,7 +149,8 @@ def plot(rows: Sequence[Row]) -> Figure:
 def main() -> None:
     rows = read()
     PAGE.write_text(written(PAGE.read_text(), rows))
-    plot(rows).savefig(PLOT, metadata={"Date": None})
+    if any(row.get("row") == "hit" for row in rows):
+        plot(rows).savefig(PLOT, metadata={"Date": None})
 
 
 if __name__ == "__main__":
