@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +16,6 @@ from python_backend.drafting.rule import DraftRule
 from python_backend.executor.inputs import HostStep
 from python_backend.settings import CoreLimits
 from tests.python_backend.test_cuda_executor import BOUNDS, Padded, answered
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,48 +77,3 @@ def test_graphs_give_the_bits_of_single_launches(
         for name in ("global_pages", "window_pages", "tails"):
             assert torch.equal(getattr(pools[0], name), getattr(pools[1], name)), name
     assert graphs.num_graphs > captured  # prefill's, by use
-
-
-@pytest.mark.parametrize("model", ["tiny", "tinyflash"])
-def test_an_engine_is_served_from_its_compiled_kernels_alone(
-    model: str, tiny_dir: Path, tmp_path: Path
-) -> None:
-    """Built where no GPU is seen, served without a C compiler and with no place to write: decode
-    and verify graphs of all sizes, prefill padded and not, prefix hits, choices."""
-    target = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    common = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-    def run(environment: dict[str, str], *command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command],
-            env={**common, **environment},
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
-
-    engine, checkpoint = tmp_path / "engine", ROOT / "examples" / "tinyflash" / "checkpoint"
-    more = []
-    if model == "tiny":
-        checkpoint = tiny_dir
-        more = ["--max_batch_size=5", "--max_num_tokens=400", "--max_seq_len=700"]
-        more.append(f"--token_class={tiny_dir / 'golden_quant.safetensors'}")
-    build = "import sys; from builder.cli import main; sys.exit(main(sys.argv[1:]))"
-    files = [f"--checkpoint_dir={checkpoint}", f"--output_dir={engine}"]
-    started = time.monotonic()
-    told = run(
-        {"CUDA_VISIBLE_DEVICES": ""},
-        *["-c", build, "engine", *files, *more, f"--kernels={target}"],
-    )
-    print(f"{told}built in {time.monotonic() - started:.0f} s")
-    nowhere = {"CC": "/bin/false", "TRITON_CACHE_DIR": "/proc/none"}
-    serve = Path(__file__).with_name("served_from_store.py")
-    found = json.loads(run(nowhere, str(serve), str(engine)))
-    print(found)
-    assert found["compiled"] == []
-    assert found["missing"] == 0
-    assert found["found"] > 50
-    assert found["tokens"] > 50
