@@ -23,8 +23,8 @@ from plugins.registry import OPERATORS
 _PART = 16_384
 # Groups and listed columns of one program, at the least.
 _GROUPS, _LIST = 2048, 1024
-# Columns of one step of a program, where there are many; and how many programs are few.
-_TILE, _ALONE = 2048, 256
+# Columns of one step of a program.
+_TILE = 2048
 
 
 @triton.jit
@@ -246,15 +246,11 @@ def _select(scores: torch.Tensor, k: int, *, mask: bool) -> torch.Tensor:
             kept = torch.empty(rows, out_width, dtype=torch.int32, device=device)
         elif not mask:
             kept = torch.empty(rows, k, dtype=torch.int64, device=device)
-        # Where each has a multiprocessor or half of one, more warps shorten the wait for memory.
-        alone = rows * parts <= _ALONE and part > _LIST
-        tile = min(2 * _TILE if alone else _TILE, part)
-        warps = 8 if alone or held > 2048 else 4
         _select_part[(parts, rows)](
             scores, scores.stride(0), columns, width, list_scores, list_columns, kept_scores, kept,
             result.shape[1] if mask and last else out_width, k, result,
-            part, held, listed, tile, first, last, mask,
-            num_warps=warps if held <= 8192 else 16,
+            part, held, listed, min(_TILE, part), first, last, mask,
+            num_warps=4 if held <= 2048 else 8 if held <= 8192 else 16,
         )  # fmt: skip
         if last:
             return result if mask else kept
