@@ -15,6 +15,7 @@ import triton.language as tl
 from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, padded
 from plugins.device.overlap import overlaps
 from plugins.moe.device_weights import FLOAT8, DeviceExperts, device_experts
+from plugins.moe.kernel_hopper import down_hopper, gate_up_hopper
 from plugins.moe.kernel_product import down, gate_up
 from plugins.moe.kernel_route import combine, round_rows, route
 from plugins.moe.kernel_shared import shared_rows, stands_apart
@@ -89,6 +90,31 @@ def _launch(device: torch.device) -> dict[str, bool]:
     return {"OVERLAP": overlap, "launch_pdl": overlap}
 
 
+class HopperTile(NamedTuple):
+    """Of a program of kernel_hopper.py: weight rows, and rows of tokens in one product and in a
+    second one; warps, stages, and slices of a step."""
+
+    weights: int
+    rows: int
+    more: int
+    warps: int
+    stages: int
+    slices: int
+
+    def arguments(self) -> dict[str, int]:
+        return {
+            "N": self.weights, "ROWS": self.rows, "MORE": self.more, "WARPS": self.warps,
+            "STAGES": self.stages, "SLICES": self.slices, "num_warps": self.warps,
+        }  # fmt: skip
+
+
+def hopper_tile(pairs: int) -> HopperTile:
+    """For so many pairs of an expert on average."""
+    if pairs <= 80:
+        return HopperTile(128, 64, 32, 4, 4, 1)
+    return HopperTile(128, 128, 0, 4, 4, 2)
+
+
 def most_shared_rows(row_tile: int) -> int:
     """Rows of a shared expert's program: more would take registers from the chosen experts'."""
     return 32 if row_tile <= 32 else 64
@@ -161,10 +187,14 @@ def _run(
     row_tile = min(most_rows, padded(triton.cdiv(pairs, hit)))
     shared_tile = min(most_shared_rows(row_tile), padded(rows))
     formats = routed.gate_up, shared.gate_up
+    hopper = None
+    if row_tile >= 64 and _takes_hopper(routed, width, device):
+        hopper = hopper_tile(triton.cdiv(pairs, hit))
+        row_tile = hopper.rows + hopper.more
     blocks = min(_MAX_BLOCKS, triton.cdiv(pairs, hit * row_tile))
     x = _inputs(u, routed, shared, formats[0].stored, 0)
     # Of those in the same launches.
-    num_shared = 0 if stands_apart(u) else shared.num_experts
+    num_shared = 0 if hopper is not None or stands_apart(u) else shared.num_experts
     activation = u.new_empty((pairs + num_shared * rows, inter))
     common: dict[str, Any] = {
         "HARDWARE": _hardware(device),
@@ -179,26 +209,39 @@ def _run(
         "ROWS": row_tile, "SHARED_ROWS": shared_tile, "SHARED": num_shared,
         "WIDTH": width, "INTER": inter,
     }  # fmt: skip
-    grid = (blocks, triton.cdiv(inter, _TILES[0]), num_shared + hit)
-    gate_up[grid](
-        x.values, x.shared, x.codes, x.powers, segments, order, weights,
-        routed.table, routed.gate_up_exponents, shared.table, activation, rows, pairs, limit,
-        TOP_K=top_k, TILE=_TILES[0], INNER=_inner(width),
-        STORED=formats[0].stored, WORDS=formats[0].words,
-        SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
-    )  # fmt: skip
+    if hopper is None:
+        grid = (blocks, triton.cdiv(inter, _TILES[0]), num_shared + hit)
+        gate_up[grid](
+            x.values, x.shared, x.codes, x.powers, segments, order, weights,
+            routed.table, routed.gate_up_exponents, shared.table, activation, rows, pairs, limit,
+            TOP_K=top_k, TILE=_TILES[0], INNER=_inner(width),
+            STORED=formats[0].stored, WORDS=formats[0].words,
+            SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
+        )  # fmt: skip
+    else:
+        grid = (blocks, triton.cdiv(inter, hopper.weights // 2), hit)
+        gate_up_hopper[grid](
+            x.codes, x.powers, segments, order, weights, routed.table, routed.gate_up_exponents,
+            activation, limit, TOP_K=top_k, WIDTH=width, INTER=inter, **hopper.arguments(),
+        )  # fmt: skip
 
     formats = routed.down, shared.down
     a = _inputs(activation, routed, shared, formats[0].stored, pairs)
     y = torch.empty(pairs + shared.num_experts * rows, width, dtype=torch.float32, device=device)
-    grid = (blocks, triton.cdiv(width, _TILES[1]), num_shared + hit)
-    down[grid](
-        a.values, a.shared, a.codes, a.powers, segments,
-        routed.table, routed.down_exponents, shared.table, y, rows, pairs,
-        TILE=_TILES[1], INNER=_inner(inter),
-        STORED=formats[0].stored, WORDS=formats[0].words,
-        SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
-    )  # fmt: skip
+    if hopper is None:
+        grid = (blocks, triton.cdiv(width, _TILES[1]), num_shared + hit)
+        down[grid](
+            a.values, a.shared, a.codes, a.powers, segments,
+            routed.table, routed.down_exponents, shared.table, y, rows, pairs,
+            TILE=_TILES[1], INNER=_inner(inter),
+            STORED=formats[0].stored, WORDS=formats[0].words,
+            SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
+        )  # fmt: skip
+    else:
+        down_hopper[blocks, triton.cdiv(width, hopper.weights), hit](
+            a.codes, a.powers, segments, routed.table, routed.down_exponents, y,
+            WIDTH=width, INTER=inter, **hopper.arguments(),
+        )  # fmt: skip
     if num_shared < shared.num_experts:
         shared_rows(x.shared, shared_weights, limit, y[pairs:])
     tile = min(_COMBINE_TILE, padded(width))
@@ -206,6 +249,14 @@ def _run(
         y, places, total, rows, pairs, top_k, padded(top_k, 1), shared.num_experts, width, tile,
         **launch,
     )  # fmt: skip
+
+
+def _takes_hopper(routed: DeviceExperts, width: int, device: torch.device) -> bool:
+    """Released FP4 experts of two pairs of steps or more, on compute capability 9.0."""
+    if INTERPRETED or not limits(device).warp_groups:
+        return False
+    both = routed.gate_up.stored == routed.down.stored == FLOAT8
+    return both and all(size >= 512 and size % 256 == 0 for size in (width, routed.inter))
 
 
 def _inner(width: int) -> int:

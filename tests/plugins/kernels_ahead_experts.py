@@ -11,6 +11,7 @@ from plugins.device.launch import Limits
 from plugins.mega_gate import kernel as gate
 from plugins.mega_mhc import kernel as mhc
 from plugins.moe import kernel as moe
+from plugins.moe import kernel_hopper as hopper
 from plugins.moe import kernel_product as product
 from plugins.moe import kernel_route as routing
 from plugins.norm import kernel as norm
@@ -63,6 +64,13 @@ def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, .
     return kernel, arguments, constants, moe.warps(rows), moe.stages(device, wide=False)
 
 
+def hopper_experts(kernel: Any, pairs: int, **more: int) -> tuple[Any, ...]:
+    tile = moe.hopper_tile(pairs)
+    sizes = {name: x for name, x in tile.arguments().items() if name != "num_warps"}
+    constants = {"WIDTH": 5120, "INTER": 2304, **sizes, **more}
+    return kernel, {**EXPERTS, "codes": "*fp8e4nv"}, constants, tile.warps
+
+
 def kernels(device: Limits) -> list[tuple[Any, ...]]:
     """Those whose products differ between generations first; the rest for 9.0."""
     whole = {**STREAMS, **PIECES, **DOT}
@@ -77,6 +85,8 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
     return [
         *few,
         ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
+        ("experts up, many rows", *hopper_experts(hopper.gate_up_hopper, 512, TOP_K=6)),
+        ("experts down, some rows", *hopper_experts(hopper.down_hopper, 64)),
         ("route", routing.route, EXPERTS, {"EXPERTS": 512, "CHUNK": 4096, "OVERLAP": True}, 8),
         (
             "round rows", routing.round_rows, {**EXPERTS, "codes": "*fp8e4nv"},

@@ -194,7 +194,7 @@ def test_shared_experts_of_many_rows_stand_apart(
     "rows", [120, pytest.param(230, marks=pytest.mark.skipif(DEVICE == "cpu", reason="slow"))]
 )
 def test_many_rows_of_an_expert(rows: int) -> None:
-    """Blocks that are full and one that is not."""
+    """On compute capability 9.0 by kernel_hopper.py: blocks that are full and one that is not."""
     dtype, of = torch.bfloat16, experts(3, 512, 512, "fp4", torch.bfloat16, spread=5)
     draw = torch.Generator().manual_seed(4)
     operands = on_device(
@@ -207,6 +207,9 @@ def test_many_rows_of_an_expert(rows: int) -> None:
             "swiglu_limit": 10.0,
         }
     )
+    known = device_weights.device_experts(of, dtype)
+    on_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    assert kernel._takes_hopper(known, 512, operands["u"].device) == on_hopper
     whole = kernel.moe(**operands)
     assert relative(whole, in_float64(operands)) < 4e-2
     assert torch.equal(kernel.moe(**operands), whole)
