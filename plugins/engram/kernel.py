@@ -6,6 +6,7 @@ across the link: nothing is staged, and only the rows that are named are moved.
 
 # Functions in the Triton language have no types that mypy could check.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="assignment,misc,var-annotated"
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ VALUES = tl.constexpr(0)
 MXFP8 = tl.constexpr(1)
 NVFP4 = tl.constexpr(2)
 _TOKENS = 32
-# From so many rows on, a program has more of them: fewer programs, each with its weights loaded.
+# From 32 times so many table rows on, a program has more of them.
 _MANY_ROWS = 512
+_GATE_TILE = 1024
 _SQRT_FLOOR = tl.constexpr(1e-6)
 
 
@@ -117,36 +119,58 @@ def _lookup(
 
 
 @triton.jit
+def _add(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
 def _gate(
     streams, x_row, x_stream, keys, k_row, k_stream, value, v_row, q_weight, k_weight, alive, out,
-    num_rows, norm_eps, STREAMS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, MASKED: tl.constexpr,
+    norm_eps, STREAMS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    stream = tl.program_id(1)
-    column = tl.arange(0, PADDED)
-    there = column < WIDTH
-    at = stream * WIDTH + column
-    weight = tl.load(q_weight + at, mask=there, other=0.0).to(tl.float32)
-    weight *= tl.load(k_weight + at, mask=there, other=0.0).to(tl.float32)
-    first = tl.program_id(0) * ROWS
-    for row in range(first, tl.minimum(first + ROWS, num_rows)):
-        token = tl.cast(row, tl.int64)
-        x_at = streams + token * x_row + stream * x_stream + column
-        x = tl.load(x_at, mask=there, other=0.0)
-        wide = x.to(tl.float32)
-        k_at = keys + token * k_row + stream * k_stream + column
-        k = tl.load(k_at, mask=there, other=0.0).to(tl.float32)
-        v = tl.load(value + token * v_row + column, mask=there, other=0.0).to(tl.float32)
-        mean_x, mean_k = tl.sum(wide * wide) / WIDTH, tl.sum(k * k) / WIDTH
-        inverse = tl.rsqrt(mean_x + norm_eps) * tl.rsqrt(mean_k + norm_eps)
-        score = tl.sum(wide * weight * k) * inverse * tl.rsqrt(tl.cast(WIDTH, tl.float32))
-        size = tl.maximum(tl.abs(score), _SQRT_FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        root = tl.sqrt(size)
-        signed = tl.where(score == 0.0, 0.0, tl.where(score < 0.0, -root, root))
-        injected = (wide + v / (1.0 + tl.exp(-signed))).to(out.dtype.element_ty)
+    """One stream of one token, which stays in registers."""
+    TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
+    stream = tl.program_id(0) % STREAMS
+    token = (tl.program_id(0) // STREAMS).to(tl.int64)
+    x_at = streams + token * x_row + stream * x_stream
+    k_at = keys + token * k_row + stream * k_stream
+    v_at = value + token * v_row
+    x, k, v, weights = (), (), (), ()
+    for i in tl.static_range(TILES):
+        column = i * TILE + tl.arange(0, TILE)
+        there = column < WIDTH
+        x = x + (tl.load(x_at + column, mask=there, other=0.0),)  # noqa: RUF005 (no unpacking here)
+        k = k + (tl.load(k_at + column, mask=there, other=0.0),)  # noqa: RUF005
+        v = v + (tl.load(v_at + column, mask=there, other=0.0),)  # noqa: RUF005
+        at = stream * WIDTH + column
+        weight = tl.load(q_weight + at, mask=there, other=0.0).to(tl.float32)
+        weight *= tl.load(k_weight + at, mask=there, other=0.0).to(tl.float32)
+        weights = weights + (weight,)  # noqa: RUF005
+    x_squares = tl.zeros((TILE,), tl.float32)
+    k_squares = tl.zeros((TILE,), tl.float32)
+    products = tl.zeros((TILE,), tl.float32)
+    for i in tl.static_range(TILES):
+        wide, key = x[i].to(tl.float32), k[i].to(tl.float32)
+        x_squares += wide * wide
+        k_squares += key * key
+        products += wide * weights[i] * key
+    # One reduction of three sums: the program's warps wait for each other once.
+    x_squares, k_squares, score = tl.reduce((x_squares, k_squares, products), 0, _add)
+    inverse = tl.rsqrt(x_squares / WIDTH + norm_eps) * tl.rsqrt(k_squares / WIDTH + norm_eps)
+    score = score * inverse * tl.rsqrt(tl.cast(WIDTH, tl.float32))
+    size = tl.maximum(tl.abs(score), _SQRT_FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    root = tl.sqrt(size)
+    signed = tl.where(score == 0.0, 0.0, tl.where(score < 0.0, -root, root))
+    share = 1.0 / (1.0 + tl.exp(-signed))
+    out_at = out + (token * STREAMS + stream) * WIDTH
+    for i in tl.static_range(TILES):
+        column = i * TILE + tl.arange(0, TILE)
+        injected = x[i].to(tl.float32) + v[i].to(tl.float32) * share
+        injected = injected.to(out.dtype.element_ty)
         if MASKED:
-            injected = tl.where(tl.load(alive + token) != 0, injected, x)
-        tl.store(out + (token * STREAMS + stream) * WIDTH + column, injected, mask=there)
+            injected = tl.where(tl.load(alive + token) != 0, injected, x[i])
+        tl.store(out_at + column, injected, mask=column < WIDTH)
 
 
 class _Table(NamedTuple):
@@ -251,12 +275,10 @@ def engram_gate(
     injected = torch.empty_like(streams, memory_format=torch.contiguous_format)
     if streams.numel():
         streams, keys, value = unit_stride(streams), unit_stride(keys), unit_stride(value)
-        of_program = 1 if rows < _MANY_ROWS else 8
-        _gate[(triton.cdiv(rows, of_program), num_streams)](
+        _gate[(num_streams * rows,)](
             streams, streams.stride(0), streams.stride(1), keys, keys.stride(0), keys.stride(1),
             value, value.stride(0), q_weight.contiguous(), k_weight.contiguous(),
-            injected if alive is None else alive.view(torch.uint8), injected, rows, norm_eps,
-            num_streams, width, padded(width), of_program, alive is not None,
-            num_warps=8 if width > 2048 else 4,
+            injected if alive is None else alive.view(torch.uint8), injected, norm_eps,
+            num_streams, width, min(_GATE_TILE, padded(width)), alive is not None, num_warps=4,
         )  # fmt: skip
     return injected

@@ -10,8 +10,9 @@ import triton.language as tl
 from plugins.device.launch import Limits
 from plugins.mega_gate import kernel as gate
 from plugins.mega_mhc import kernel as mhc
+from plugins.mega_mhc.kernel_finish import finish
+from plugins.mega_mhc.kernel_pass import stack, streams_pass
 from plugins.moe import kernel as moe
-from plugins.moe import kernel_hopper as hopper
 from plugins.moe import kernel_product as product
 from plugins.moe import kernel_route as routing
 from plugins.norm import kernel as norm
@@ -37,18 +38,14 @@ MHC = {
     "streams": "*bf16", "row_stride": STRIDE, "stream_stride": STRIDE, "y": "*bf16",
     "y_stride": STRIDE, "post": "*fp32", "comb": "*fp32", "pre": "*fp32", "fn": "*fp32",
     "expanded": "*bf16", "collapsed": "*bf16", "sums": "*fp32", "num_rows": "i32",
-    "num_tiles": "i32", "base": "*fp32", "scale": "*fp32", "weight": "*bf16", "normed": "*bf16",
-    "groups": "i32", "sinkhorn_iters": "i32", "hc_eps": "fp32", "norm_eps": "fp32",
+    "num_tiles": "i32", "base": "*fp32", "scale": "*fp32", "weight": "*bf16", "stacked": "*bf16",
+    "sinkhorn_iters": "i32", "hc_eps": "fp32", "norm_eps": "fp32",
 }  # fmt: skip
 ROWS = {
     "x": "*bf16", "row_stride": STRIDE, "weight": "*bf16", "y": "*bf16", "eps": "fp32",
     "vector_stride": STRIDE, "positions": "*i64", "inv_freq": "*fp64", "num_vectors": "i32",
 }  # fmt: skip
-STREAMS = {
-    "WIDTH": 5120, "S": 4, "MIXES": 24, "SUMS": 32, "MIX_TILE": 64, "ROWS": 64, "TILE": 32,
-    "PART": 4, "PARTS": 10,
-}  # fmt: skip
-PIECES = {"EXPAND": True, "MIX": True, "COLLAPSE": True}
+STREAMS = {"WIDTH": 5120, "S": 4, "SUMS": 32}
 
 
 def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, ...]:
@@ -58,47 +55,45 @@ def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, .
         "WIDTH": 5120, "INTER": 2304, "STORED": 9 if device.float8 else 2, "WORDS": True,
         "SHARED_STORED": 0, "SHARED_WORDS": True, "INNER": 128, "ROWS": rows, "SHARED": 1,
         "SHARED_ROWS": moe.most_shared_rows(rows), "HARDWARE": device.float8,
-        "WARPS": moe.warps(rows), "OVERLAP": device.float8, **DOT, **more,
+        "WARPS": moe.warps(rows), **DOT, **more,
     }  # fmt: skip
     arguments = {**EXPERTS, "codes": codes}
     return kernel, arguments, constants, moe.warps(rows), moe.stages(device, wide=False)
 
 
-def hopper_experts(kernel: Any, pairs: int, **more: int) -> tuple[Any, ...]:
-    tile = moe.hopper_tile(pairs)
-    sizes = {name: x for name, x in tile.arguments().items() if name != "num_warps"}
-    constants = {"WIDTH": 5120, "INTER": 2304, **sizes, **more}
-    return kernel, {**EXPERTS, "codes": "*fp8e4nv"}, constants, tile.warps
+def streams(rows: int, **more: Any) -> tuple[Any, ...]:
+    """The pass over the streams as a launch for `rows` makes it."""
+    size = mhc.launch(rows, wide=False)
+    constants = {
+        **STREAMS, "MIXES": 24, "MIX_TILE": 64, "ROWS": size.rows, "TILE": size.tile,
+        "TILES": size.tiles, "PART": mhc.PART_CHANNELS // size.tile, "PARTS": 16,
+        "STACKED": size.stacked, "OVERLAP": False, "EXPAND": True, "MIX": True, "COLLAPSE": True,
+        **DOT, **more,
+    }  # fmt: skip
+    arguments = {**MHC, "fn": "*bf16" if size.stacked else "*fp32"}
+    return streams_pass, arguments, constants, size.warps, size.stages
 
 
 def kernels(device: Limits) -> list[tuple[Any, ...]]:
     """Those whose products differ between generations first; the rest for 9.0."""
-    whole = {**STREAMS, **PIECES, **DOT}
     few = [
         ("experts down", *experts(product.down, 16, device, TILE=128)),
-        ("mhc", mhc._streams, MHC, whole, 8, mhc.stages(device)),
+        ("mhc", *streams(8192)),
     ]  # fmt: skip
     if not device.float8 or device.tensor_memory or device.shared_memory < 160_000:
         return few
-    pieces = {**PIECES, "MIX": False, "COLLAPSE": False}
     tile = {"DEPTH": 128, "EXPERTS": 64, "WIDTH": 5120, "PART": 640}
     return [
         *few,
         ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
-        ("experts up, many rows", *hopper_experts(hopper.gate_up_hopper, 512, TOP_K=6)),
-        ("experts down, some rows", *hopper_experts(hopper.down_hopper, 64)),
-        ("route", routing.route, EXPERTS, {"EXPERTS": 512, "CHUNK": 4096, "OVERLAP": True}, 8),
+        ("route", routing.route, EXPERTS, {"EXPERTS": 512, "CHUNK": 4096}, 8),
         (
             "round rows", routing.round_rows, {**EXPERTS, "codes": "*fp8e4nv"},
-            {
-                "WIDTH": 5120, "HEAD": 4096, "REST": 1024, "VALUES": True, "CODES": True,
-                "FLOAT8": True, "OVERLAP": True,
-            }, 8,
+            {"WIDTH": 5120, "PADDED": 8192, "VALUES": True, "CODES": True, "FLOAT8": True}, 8,
         ),
         (
             "combine", routing.combine, EXPERTS,
-            {"TOP_K": 6, "PADDED_K": 8, "SHARED": 1, "WIDTH": 5120, "TILE": 1024,
-             "OVERLAP": True}, 4,
+            {"TOP_K": 6, "PADDED_K": 8, "SHARED": 1, "WIDTH": 5120, "TILE": 1024}, 4,
         ),
         ("gate", gate._logits, GATE, {**tile, "ROWS": 64, "OVERLAP": True, **DOT}, 4, 5),
         (
@@ -108,13 +103,15 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
                 "SUM_EPS": 1e-20, "OVERLAP": True,
             }, 1,
         ),
-        ("expand", mhc._streams, MHC, {**STREAMS, **pieces, **DOT}, 8),
+        ("mhc of few rows", *streams(64, OVERLAP=True)),
+        ("expand", *streams(8192, MIX=False, COLLAPSE=False)),
+        ("stack", stack, MHC, {"WIDTH": 5120, "S": 4, "TILE": 256, "OVERLAP": True}, 4),
         (
-            "finish", mhc._finish, MHC,
+            "finish", finish, MHC,
             {
-                "WIDTH": 5120, "S": 4, "SUMS": 32, "PER": 10, "NORM": True, "ROWS": 4,
-                "TILE": 1024,
-            }, 4,
+                **STREAMS, "PARTS": 16, "PER": 5, "ROWS": mhc.FINISH_ROWS, "TILE": 1024,
+                "OVERLAP": True, "NATIVE": True,
+            }, mhc.FINISH_ROWS,
         ),
         ("norm", norm._rms_norm, ROWS, {"WIDTH": 5120, "PADDED": 8192}, 8),
         (

@@ -1,0 +1,181 @@
+"""From the sums of a pass to the mix, Sinkhorn included, and what was collapsed to the normalised.
+
+Programs of both kinds run beside each other: a row's Sinkhorn is 40 steps that wait for each other,
+the normalisation is one read and one write.
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="assignment,misc,var-annotated"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from plugins.device.overlap import after_previous
+
+
+@triton.jit
+def _everywhere(x, place: tl.constexpr):
+    """x [rows, SUMS] at one place, at every place of its row."""
+    return tl.gather(x, tl.zeros(x.shape, tl.int32) + place, 1)
+
+
+@triton.jit
+def _inverse_rms(squares, count: tl.constexpr, eps):
+    return tl.div_rn(1.0, tl.sqrt_rn(squares / count + eps))
+
+
+@triton.jit
+def _share(
+    cells, first: tl.constexpr, step: tl.constexpr, eps, S: tl.constexpr, NATIVE: tl.constexpr
+):
+    """1 / (sum of S cells + eps), within 2^−23."""
+    total = cells[first] + cells[first + step]
+    if S == 4:
+        total += cells[first + 2 * step] + cells[first + 3 * step]
+    total += eps
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 1.0 / total
+
+
+@triton.jit
+def _sources_to_one(cells, eps, S: tl.constexpr, NATIVE: tl.constexpr):
+    """S · S cells of which each source's have the sum 1."""
+    scaled = ()
+    for i in tl.static_range(S):
+        share = _share(cells, S * i, 1, eps, S, NATIVE)
+        for j in tl.static_range(S):
+            scaled = scaled + (cells[S * i + j] * share,)  # noqa: RUF005 (kernels know no unpacking)
+    return scaled
+
+
+@triton.jit
+def _destinations_to_one(cells, eps, S: tl.constexpr, NATIVE: tl.constexpr):
+    """S · S cells of which each destination's have the sum 1."""
+    shares = ()
+    for j in tl.static_range(S):
+        shares = shares + (_share(cells, j, S, eps, S, NATIVE),)  # noqa: RUF005
+    scaled = ()
+    for i in tl.static_range(S):
+        for j in tl.static_range(S):
+            scaled = scaled + (cells[S * i + j] * shares[j],)  # noqa: RUF005
+    return scaled
+
+
+@triton.jit
+def _powers(logits, S: tl.constexpr):
+    """S · S cells exp(logit − the source's highest)."""
+    powers = ()
+    for i in tl.static_range(S):
+        first = (2 + i) * S
+        high = _everywhere(logits, first)
+        for j in tl.static_range(1, S):
+            other = _everywhere(logits, first + j)
+            high = tl.maximum(high, other, propagate_nan=tl.PropagateNan.ALL)
+        for j in tl.static_range(S):
+            powers = powers + (tl.exp(_everywhere(logits, first + j) - high),)  # noqa: RUF005
+    return powers
+
+
+@triton.jit
+def _mix_rows(
+    program, sums, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps, norm_eps,
+    WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr,
+    PER: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The mix of ROWS rows. A row is a warp and a sum a lane; every lane holds all S · S cells, as
+    Sinkhorn is a chain of short steps in which lanes that asked each other would wait."""
+    MIXES: tl.constexpr = S * (2 + S)
+    row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    is_row = row < num_rows
+    place = tl.arange(0, SUMS)[None, :]
+    shift = tl.load(base + place, mask=place < MIXES, other=0.0).to(tl.float32)
+    kind = tl.where(place < 2 * S, place // S, 2)
+    factor = tl.load(scale + kind, mask=place < MIXES, other=0.0).to(tl.float32)
+    shift, factor = tl.broadcast_to(shift, (ROWS, SUMS)), tl.broadcast_to(factor, (ROWS, SUMS))
+    after_previous(OVERLAP)
+    # All loads before the first addition: they are under way together.
+    at = sums + row * (PARTS * PER * SUMS) + place
+    there = is_row & (place <= MIXES)
+    loaded = ()
+    for i in tl.static_range(PARTS * PER):
+        loaded = loaded + (tl.load(at + i * SUMS, mask=there, other=0.0),)  # noqa: RUF005
+    total = tl.zeros((ROWS, SUMS), tl.float32)
+    for part in tl.static_range(PARTS):
+        one = loaded[part * PER]
+        for tile in tl.static_range(1, PER):
+            one += loaded[part * PER + tile]
+        total += one
+    inverse = _inverse_rms(_everywhere(total, MIXES), S * WIDTH, norm_eps)
+    logits = tl.fma(total * inverse, factor, shift)
+    gate = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
+    tl.store(pre + row * S + place, gate + hc_eps, mask=is_row & (place < S))
+    is_post = (place >= S) & (place < 2 * S)
+    tl.store(post + row * S + place - S, 2.0 * gate, mask=is_row & is_post)
+    powers = _powers(logits, S)
+    cells = ()
+    for cell in tl.static_range(S * S):
+        share = _share(powers, cell // S * S, 1, 0.0, S, NATIVE)
+        cells = cells + (tl.fma(powers[cell], share, hc_eps),)  # noqa: RUF005
+    cells = _destinations_to_one(cells, hc_eps, S, NATIVE)
+    for _ in range(sinkhorn_iters - 1):
+        cells = _sources_to_one(cells, hc_eps, S, NATIVE)
+        cells = _destinations_to_one(cells, hc_eps, S, NATIVE)
+    grid = tl.zeros((ROWS, SUMS), tl.float32)
+    for cell in tl.static_range(S * S):
+        grid = tl.where(place == 2 * S + cell, cells[cell], grid)
+    at = comb + row * (S * S) + place - 2 * S
+    tl.store(at, grid, mask=is_row & (place >= 2 * S) & (place < MIXES))
+
+
+@triton.jit
+def _normalise_row(
+    row, collapsed, weight, norm_eps, WIDTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):
+    TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
+    gains, values = (), ()
+    for i in tl.static_range(TILES):
+        column = i * TILE + tl.arange(0, TILE)
+        gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        gains = gains + (gain,)  # noqa: RUF005
+    after_previous(OVERLAP)
+    at = collapsed + tl.cast(row, tl.int64) * WIDTH
+    squares = tl.zeros((TILE,), tl.float32)
+    for i in tl.static_range(TILES):
+        column = i * TILE + tl.arange(0, TILE)
+        value = tl.load(at + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        values = values + (value,)  # noqa: RUF005
+        squares = tl.fma(value, value, squares)
+    inverse = _inverse_rms(tl.sum(squares, axis=0), WIDTH, norm_eps)
+    for i in tl.static_range(TILES):
+        column = i * TILE + tl.arange(0, TILE)
+        normed = (values[i] * inverse * gains[i]).to(collapsed.dtype.element_ty)
+        tl.store(at + column, normed, mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def finish(
+    sums, base, scale, pre, post, comb, collapsed, weight, num_rows, sinkhorn_iters, hc_eps,
+    norm_eps, WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr,
+    PER: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """From `sums` [rows, PARTS · PER, SUMS], PER to a part, the mix: by the first programs, ROWS
+    rows each. By those behind them, where there are any, one row of `collapsed` normalised where it
+    lies. OVERLAP: weights are loaded
+    before the pass has ended."""
+    mixing = tl.cdiv(num_rows, ROWS)
+    if tl.program_id(0) < mixing:
+        _mix_rows(
+            tl.program_id(0), sums, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
+            norm_eps, WIDTH, S, SUMS, PARTS, PER, ROWS, OVERLAP, NATIVE,
+        )  # fmt: skip
+    else:
+        # The last rows first: they are still in the L2 cache.
+        row = num_rows - 1 - (tl.program_id(0) - mixing)
+        _normalise_row(row, collapsed, weight, norm_eps, WIDTH, TILE, OVERLAP)
