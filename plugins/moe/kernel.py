@@ -101,8 +101,9 @@ def moe(
     """As the reference, whose arguments and result these are.
 
     Released FP4 experts and bfloat16 rows are multiplied as E4M3, whose sums of 256 products are
-    added in float32; otherwise products take bfloat16 operands for bfloat16 rows and three TF32
-    products for float32 ones. A row's experts are added in ascending order, then the shared ones.
+    added in float32, or stay in the tensor core where kernel_hopper.py takes many rows; otherwise
+    products take bfloat16 operands for bfloat16 rows and three TF32 products for float32 ones. A
+    row's experts are added in ascending order, then the shared ones.
     With float64, a gradient, or experts in several formats the reference runs.
     """
     chosen, always = device_experts(routed, u.dtype), device_experts(shared, u.dtype)
