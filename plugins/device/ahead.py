@@ -8,6 +8,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 # Arguments of these types are taken to be multiples of 16, as pool pointers and strides are.
 _ALIGNED = "aligned i32"
@@ -22,8 +23,8 @@ def compile_kernel(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> Any:
-    """The compiled kernel; `.asm["cubin"]` is what a device loads, `.metadata.shared` its bytes of
-    shared memory.
+    """The compiled kernel, of the Triton language or of Gluon; `.asm["cubin"]` is what a device
+    loads, `.metadata.shared` its bytes of shared memory.
 
     arguments: the type of every run-time argument in the Triton language's notation ("*bf16",
     "i32"), or "aligned i32"; constants: the value of every other one. compute_capability: 90 for
@@ -38,7 +39,8 @@ def compile_kernel(
         signature[name] = "i32" if kind == _ALIGNED else kind
         if kind == _ALIGNED or kind.startswith("*"):
             attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, dict(constants), attributes)
+    made_from = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = made_from(kernel, signature, dict(constants), attributes)
     target = GPUTarget("cuda", compute_capability, 32)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return triton.compile(source, target=target, options=options)

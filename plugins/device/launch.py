@@ -35,13 +35,15 @@ class Limits(NamedTuple):
     """shared_memory: bytes that one program may take. tensor_memory: whether large products put
     their sums there (compute capability 10), of which there are 512 columns. float8: whether
     products take E4M3 operands (from 8.9 on). multiprocessors: how many there are. early: whether
-    a kernel may start before the one ahead of it has ended (from 9.0 on)."""
+    a kernel may start before the one ahead of it has ended (from 9.0 on). warp_groups: whether
+    products are those of four warps, of which Gluon's kernels for Hopper are made."""
 
     shared_memory: int
     tensor_memory: bool
     float8: bool
     multiprocessors: int = 1
     early: bool = False
+    warp_groups: bool = False
 
 
 @functools.cache
@@ -59,4 +61,5 @@ def limits(device: torch.device) -> Limits:
         float8=capability >= 89,
         multiprocessors=int(properties["multiprocessor_count"]),
         early=capability >= 90,
+        warp_groups=capability // 10 == 9,
     )

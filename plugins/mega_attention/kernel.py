@@ -26,6 +26,7 @@ from plugins.device.launch import (
 )
 from plugins.device.rotation import cos_sin
 from plugins.device.rows import device_rows, load_rows
+from plugins.mega_attention import kernel_hopper as hopper
 from plugins.registry import OPERATORS
 
 if TYPE_CHECKING:
@@ -34,8 +35,11 @@ if TYPE_CHECKING:
 # Up to this many rows a row's keys are cut into chunks; from there on rows alone fill a device.
 SPLIT_ROWS = 32
 _CHUNK = 128
+_JOIN_HEADS = 4
 # The reference's bound: keeps the running maximum finite without keys, or with a +inf sink.
 _MAX_BOUND = tl.constexpr(1e30)
+# Softmaxes are powers of two: scores and sinks are multiplied by this.
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -53,8 +57,8 @@ def _attend_tile(
     scores = tl.dot(odd, tl.trans(key_odd), scores, input_precision="tf32x3") * scale
     scores = tl.where((slots >= 0)[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1))
-    shrink = tl.exp(peak - higher)
-    p = tl.exp(scores - higher[:, None])
+    shrink = tl.exp2(peak - higher)
+    p = tl.exp2(scores - higher[:, None])
     total = total * shrink + tl.sum(p, axis=1)
     p = p.to(DOT)
     if WIDEN:
@@ -85,7 +89,7 @@ def _store_output(
 
 @triton.jit
 def _bounded_sink(sink, head, H: tl.constexpr):
-    logit = tl.load(sink + head, mask=head < H, other=0.0).to(tl.float32)
+    logit = tl.load(sink + head, mask=head < H, other=0.0).to(tl.float32) * _LOG2_E
     return logit, tl.minimum(tl.maximum(logit, -_MAX_BOUND), _MAX_BOUND)
 
 
@@ -128,7 +132,8 @@ def _attention(
         window_first, main_first = 0, 0
         window_end, main_end = window_keys, main_keys
         logit, peak = _bounded_sink(sink, head, H)
-        total = tl.exp(logit - peak)
+        total = tl.exp2(logit - peak)
+    scale *= _LOG2_E
     out_even = tl.zeros((HEADS, PAIRS), tl.float32)
     out_odd = tl.zeros((HEADS, PAIRS), tl.float32)
     for first in range(window_first, window_end, TILE):
@@ -165,30 +170,45 @@ def _attention(
 def _join(
     positions, inv_freq, sink, o, parts, stats, num_parts,
     H: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
+    """KEPT: parts have their columns in the order of kernel_hopper_decode.py, and the kernel before
+    this one may still run when it begins."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head < H
     cos, sin = cos_sin(tl.load(positions + row), inv_freq, WIDTH, ROTATED, PAIRS)
     logit, peak = _bounded_sink(sink, head, H)
-    total = tl.exp(logit - peak)
+    pair = tl.arange(0, PAIRS)
+    if KEPT:
+        place = (pair // 4 % 4) * (PAIRS // 16) + pair // 16
+        even_at = place * 8 + pair % 2 * 4 + pair // 2 % 2
+        odd_at = even_at + 2
+        tl.extra.cuda.gdc_wait()
+    else:
+        even_at, odd_at = pair, pair + PAIRS
+    for first in range(0, num_parts, GROUP):
+        part = first + tl.arange(0, GROUP)
+        at = (row * num_parts + part[:, None]) * H + head[None, :]
+        there = (part < num_parts)[:, None] & is_head[None, :]
+        peaks = tl.load(stats + 2 * at, mask=there, other=-_MAX_BOUND)
+        peak = tl.maximum(peak, tl.max(peaks, axis=0))
+    total = tl.exp2(logit - peak)
     out_even = tl.zeros((HEADS, PAIRS), tl.float32)
     out_odd = tl.zeros((HEADS, PAIRS), tl.float32)
-    pair = tl.arange(0, PAIRS)
-    for part in range(num_parts):
-        at = (row * num_parts + part) * H + head
-        part_peak = tl.load(stats + 2 * at, mask=is_head, other=-_MAX_BOUND)
-        part_total = tl.load(stats + 2 * at + 1, mask=is_head, other=0.0)
-        of_pair = (at * (2 * PAIRS))[:, None] + pair[None, :]
-        part_even = tl.load(parts + of_pair, mask=is_head[:, None], other=0.0)
-        part_odd = tl.load(parts + of_pair + PAIRS, mask=is_head[:, None], other=0.0)
-        higher = tl.maximum(peak, part_peak)
-        shrink, grow = tl.exp(peak - higher), tl.exp(part_peak - higher)
-        total = total * shrink + part_total * grow
-        out_even = out_even * shrink[:, None] + part_even * grow[:, None]
-        out_odd = out_odd * shrink[:, None] + part_odd * grow[:, None]
-        peak = higher
+    for first in range(0, num_parts, GROUP):
+        for i in tl.static_range(GROUP):
+            at = (row * num_parts + first + i) * H + head
+            there = is_head & (first + i < num_parts)
+            part_peak = tl.load(stats + 2 * at, mask=there, other=-_MAX_BOUND)
+            part_total = tl.load(stats + 2 * at + 1, mask=there, other=0.0)
+            columns = parts + (at * (2 * PAIRS))[:, None]
+            part_even = tl.load(columns + even_at[None, :], mask=there[:, None], other=0.0)
+            part_odd = tl.load(columns + odd_at[None, :], mask=there[:, None], other=0.0)
+            grow = tl.exp2(part_peak - peak)
+            total += part_total * grow
+            out_even += part_even * grow[:, None]
+            out_odd += part_odd * grow[:, None]
     _store_output(o, row, head, out_even, out_odd, total, cos, sin, H, WIDTH, PAIRS)
 
 
@@ -233,32 +253,48 @@ def mega_attention(
     q, window_slots = unit_stride(q), unit_stride(window_slots)
     entry_slots = unit_stride(main_slots) if main_slots is not None and has_main else window_slots
     main_keys = entry_slots.shape[1] if has_main else 0
-    exact = q.dtype == torch.float32
-    pairs = padded(width // 2)
-    head_block = min(most_heads(limits(q.device), q.dtype), padded(heads))
-    blocks = triton.cdiv(heads, head_block)
-    split = rows <= SPLIT_ROWS
-    parts = triton.cdiv(window_slots.shape[1], _CHUNK) + triton.cdiv(main_keys, _CHUNK)
-    split = split and parts > 1
-    partial, stats = o, o
-    if split:
-        shape = (rows, parts, heads)
-        partial = q.new_empty((*shape, 2 * pairs), dtype=torch.float32)
-        stats = q.new_empty((*shape, 2), dtype=torch.float32)
-    launch: dict[str, Any] = {"num_warps": 8 if head_block * pairs >= 32 * 256 else 4}
-    if exact:
-        launch["num_stages"] = 1
-    sizes = (heads, width, 2 * inv_freq.shape[0], pairs, head_block)
-    _attention[(rows, blocks, parts if split else 1)](
-        q, q.stride(0), q.stride(1), positions, inv_freq, sink, o, partial, stats, scale,
-        *window_rows.arguments(), *main_rows.arguments(),
+    pairs, exact = padded(width // 2), q.dtype == torch.float32
+    sizes = heads, width, 2 * inv_freq.shape[0]
+    slots = (
         window_slots, window_slots.stride(0), window_slots.shape[1],
         entry_slots, entry_slots.stride(0), main_keys,
-        *sizes, 16 if exact else 32, _CHUNK, split,
-        tl.float32 if exact else tl.bfloat16, INTERPRETED, **launch,
     )  # fmt: skip
+    by_warp_groups = hopper.takes(q, window_rows, main_rows if has_main else None)
+    if by_warp_groups:
+        cut = hopper.cut(rows, window_slots.shape[1], main_keys)
+        parts, split = cut.parts, cut.split
+    else:
+        parts = triton.cdiv(window_slots.shape[1], _CHUNK) + triton.cdiv(main_keys, _CHUNK)
+        split = rows <= SPLIT_ROWS and parts > 1
+        parts = parts if split else 1
+    partial, stats = o, o
     if split:
-        _join[(rows, triton.cdiv(heads, 16))](
-            positions, inv_freq, sink, o, partial, stats, parts, *sizes[:-1], 16
-        )
+        partial = q.new_empty((rows, parts, heads, 2 * pairs), dtype=torch.float32)
+        stats = q.new_empty((rows, parts, heads, 2), dtype=torch.float32)
+    operands = (
+        q, q.stride(0), q.stride(1), positions, inv_freq, sink, o, partial, stats, scale,
+    )  # fmt: skip
+    if by_warp_groups:
+        programs = min(rows * parts, limits(q.device).multiprocessors)
+        hopper.attention_hopper[(programs,)](
+            *operands, *window_rows.arguments()[:-1], *main_rows.arguments()[:-1], *slots,
+            *cut[:-1], rows * parts, *sizes, hopper.HEADS, hopper.TILE, split, num_warps=8,
+        )  # fmt: skip
+    else:
+        head_block = min(most_heads(limits(q.device), q.dtype), padded(heads))
+        launch: dict[str, Any] = {"num_warps": 8 if head_block * pairs >= 32 * 256 else 4}
+        if exact:
+            launch["num_stages"] = 1
+        _attention[(rows, triton.cdiv(heads, head_block), parts)](
+            *operands, *window_rows.arguments(), *main_rows.arguments(), *slots,
+            *sizes, pairs, head_block, 16 if exact else 32, _CHUNK, split,
+            tl.float32 if exact else tl.bfloat16, INTERPRETED, **launch,
+        )  # fmt: skip
+    if split:
+        group = min(16, triton.next_power_of_2(parts))
+        options = {"launch_pdl": True} if by_warp_groups else {}
+        _join[(rows, triton.cdiv(heads, _JOIN_HEADS))](
+            positions, inv_freq, sink, o, partial, stats, parts,
+            *sizes, pairs, _JOIN_HEADS, group, by_warp_groups, **options,
+        )  # fmt: skip
     return o

@@ -13,9 +13,12 @@ import triton
 import triton.language as tl
 
 from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, padded
+from plugins.device.overlap import overlaps
 from plugins.moe.device_weights import FLOAT8, DeviceExperts, device_experts
+from plugins.moe.kernel_hopper import down_hopper, gate_up_hopper
 from plugins.moe.kernel_product import down, gate_up
 from plugins.moe.kernel_route import combine, round_rows, route
+from plugins.moe.kernel_shared import shared_rows, stands_apart
 from plugins.moe.reference import ExpertWeights
 from plugins.registry import OPERATORS
 
@@ -60,19 +63,56 @@ def _inputs(
         codes = torch.empty(end_codes, width, dtype=torch.float8_e4m3fn, device=x.device)
         codes = codes.view(torch.uint8) if INTERPRETED else codes
         powers = torch.empty(end_codes, dtype=torch.float32, device=x.device)
-    block = padded(width, 128)
+    head, rest = _halves(width)
     round_rows[(rows,)](
         x, x.stride(0), values, codes, powers, first_values, end_codes,
-        width, block, first_values < rows, as_codes, _hardware(x.device),
-        num_warps=max(1, min(8, block // 512)),
+        width, head, rest, first_values < rows, as_codes, _hardware(x.device),
+        num_warps=max(1, min(8, head // 512)), **_launch(x.device),
     )  # fmt: skip
     return _Rows(
         values if routed.quantized else x, codes, powers, values if shared.quantized else x
     )
 
 
+def _halves(width: int) -> tuple[int, int]:
+    """Powers of two that hold a row together, of 128 columns or more: of 5120, 4096 and 1024."""
+    head = max(128, padded(width + 1) // 2)
+    return head, padded(width - head, 128) if width > head else 0
+
+
 def _hardware(device: torch.device) -> bool:
     return limits(device).float8 and not INTERPRETED
+
+
+def _launch(device: torch.device) -> dict[str, bool]:
+    """Options of every launch."""
+    overlap = overlaps(device)
+    return {"OVERLAP": overlap, "launch_pdl": overlap}
+
+
+class HopperTile(NamedTuple):
+    """Of a program of kernel_hopper.py: weight rows, and rows of tokens in one product and in a
+    second one; warps, stages, and slices of a step."""
+
+    weights: int
+    rows: int
+    more: int
+    warps: int
+    stages: int
+    slices: int
+
+    def arguments(self) -> dict[str, int]:
+        return {
+            "N": self.weights, "ROWS": self.rows, "MORE": self.more, "WARPS": self.warps,
+            "STAGES": self.stages, "SLICES": self.slices, "num_warps": self.warps,
+        }  # fmt: skip
+
+
+def hopper_tile(pairs: int) -> HopperTile:
+    """For so many pairs of an expert on average."""
+    if pairs <= 80:
+        return HopperTile(128, 64, 32, 4, 4, 1)
+    return HopperTile(128, 128, 0, 4, 4, 2)
 
 
 def most_shared_rows(row_tile: int) -> int:
@@ -115,7 +155,7 @@ def moe(
     total = torch.empty_like(u, memory_format=torch.contiguous_format)
     if total.numel():
         u, ids, weights = u.contiguous(), ids.contiguous(), weights.contiguous()
-        _run(u, ids, weights, chosen, always, swiglu_limit, total)
+        _run(u, ids, weights, chosen, always, shared, swiglu_limit, total)
     return total
 
 
@@ -125,6 +165,7 @@ def _run(
     weights: torch.Tensor,
     routed: DeviceExperts,
     shared: DeviceExperts,
+    shared_weights: ExpertWeights,
     limit: float,
     total: torch.Tensor,
 ) -> None:
@@ -134,9 +175,11 @@ def _run(
     segments = torch.empty(hit, 3, dtype=torch.int32, device=device)
     order, places = torch.empty(2, pairs, dtype=torch.int32, device=device).unbind(0)
     chunk = min(4096, padded(pairs))
+    launch = _launch(device)
     route[(hit,)](
         ids, pairs, routed.num_experts, segments, order, places,
         padded(routed.num_experts + 1), chunk, num_warps=8 if chunk > 1024 else 4,
+        **launch,
     )  # fmt: skip
 
     # Rows of a program: about as many as an expert has, and all of a few tokens for a shared one.
@@ -144,10 +187,16 @@ def _run(
     most_rows = 32 if wide or limits(device).shared_memory < _ROOMY else 128
     row_tile = min(most_rows, padded(triton.cdiv(pairs, hit)))
     shared_tile = min(most_shared_rows(row_tile), padded(rows))
-    blocks = min(_MAX_BLOCKS, triton.cdiv(pairs, hit * row_tile))
     formats = routed.gate_up, shared.gate_up
+    hopper = None
+    if row_tile >= 64 and _takes_hopper(routed, width, device):
+        hopper = hopper_tile(triton.cdiv(pairs, hit))
+        row_tile = hopper.rows + hopper.more
+    blocks = min(_MAX_BLOCKS, triton.cdiv(pairs, hit * row_tile))
     x = _inputs(u, routed, shared, formats[0].stored, 0)
-    activation = u.new_empty((pairs + shared.num_experts * rows, inter))
+    # Of those in the same launches.
+    num_shared = 0 if hopper is not None or stands_apart(u) else shared.num_experts
+    activation = u.new_empty((pairs + num_shared * rows, inter))
     common: dict[str, Any] = {
         "HARDWARE": _hardware(device),
         "DOT": tl.float32 if wide else tl.bfloat16,
@@ -155,35 +204,60 @@ def _run(
         "WIDEN": INTERPRETED,
         "num_warps": warps(row_tile),
         "num_stages": stages(limits(device), wide=wide),
+        **launch,
     }
     sizes = {
-        "ROWS": row_tile, "SHARED_ROWS": shared_tile, "SHARED": shared.num_experts,
+        "ROWS": row_tile, "SHARED_ROWS": shared_tile, "SHARED": num_shared,
         "WIDTH": width, "INTER": inter,
     }  # fmt: skip
-    grid = (blocks, triton.cdiv(inter, _TILES[0]), shared.num_experts + hit)
-    gate_up[grid](
-        x.values, x.shared, x.codes, x.powers, segments, order, weights,
-        routed.table, routed.gate_up_exponents, shared.table, activation, rows, pairs, limit,
-        TOP_K=top_k, TILE=_TILES[0], INNER=_inner(width),
-        STORED=formats[0].stored, WORDS=formats[0].words,
-        SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
-    )  # fmt: skip
+    if hopper is None:
+        grid = (blocks, triton.cdiv(inter, _TILES[0]), num_shared + hit)
+        gate_up[grid](
+            x.values, x.shared, x.codes, x.powers, segments, order, weights,
+            routed.table, routed.gate_up_exponents, shared.table, activation, rows, pairs, limit,
+            TOP_K=top_k, TILE=_TILES[0], INNER=_inner(width),
+            STORED=formats[0].stored, WORDS=formats[0].words,
+            SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
+        )  # fmt: skip
+    else:
+        grid = (blocks, triton.cdiv(inter, hopper.weights // 2), hit)
+        gate_up_hopper[grid](
+            x.codes, x.powers, segments, order, weights, routed.table, routed.gate_up_exponents,
+            activation, limit, TOP_K=top_k, WIDTH=width, INTER=inter, **hopper.arguments(),
+        )  # fmt: skip
 
     formats = routed.down, shared.down
     a = _inputs(activation, routed, shared, formats[0].stored, pairs)
-    y = torch.empty(activation.shape[0], width, dtype=torch.float32, device=device)
-    grid = (blocks, triton.cdiv(width, _TILES[1]), shared.num_experts + hit)
-    down[grid](
-        a.values, a.shared, a.codes, a.powers, segments,
-        routed.table, routed.down_exponents, shared.table, y, rows, pairs,
-        TILE=_TILES[1], INNER=_inner(inter),
-        STORED=formats[0].stored, WORDS=formats[0].words,
-        SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
-    )  # fmt: skip
+    y = torch.empty(pairs + shared.num_experts * rows, width, dtype=torch.float32, device=device)
+    if hopper is None:
+        grid = (blocks, triton.cdiv(width, _TILES[1]), num_shared + hit)
+        down[grid](
+            a.values, a.shared, a.codes, a.powers, segments,
+            routed.table, routed.down_exponents, shared.table, y, rows, pairs,
+            TILE=_TILES[1], INNER=_inner(inter),
+            STORED=formats[0].stored, WORDS=formats[0].words,
+            SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
+        )  # fmt: skip
+    else:
+        down_hopper[blocks, triton.cdiv(width, hopper.weights), hit](
+            a.codes, a.powers, segments, routed.table, routed.down_exponents, y,
+            WIDTH=width, INTER=inter, **hopper.arguments(),
+        )  # fmt: skip
+    if num_shared < shared.num_experts:
+        shared_rows(x.shared, shared_weights, limit, y[pairs:])
     tile = min(_COMBINE_TILE, padded(width))
     combine[(rows, triton.cdiv(width, tile))](
-        y, places, total, rows, pairs, top_k, padded(top_k, 1), shared.num_experts, width, tile
-    )
+        y, places, total, rows, pairs, top_k, padded(top_k, 1), shared.num_experts, width, tile,
+        **launch,
+    )  # fmt: skip
+
+
+def _takes_hopper(routed: DeviceExperts, width: int, device: torch.device) -> bool:
+    """Released FP4 experts of two pairs of steps or more, on compute capability 9.0."""
+    if INTERPRETED or not limits(device).warp_groups:
+        return False
+    both = routed.gate_up.stored == routed.down.stored == FLOAT8
+    return both and all(size >= 512 and size % 256 == 0 for size in (width, routed.inter))
 
 
 def _inner(width: int) -> int:

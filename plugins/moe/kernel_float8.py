@@ -24,28 +24,27 @@ SPREAD = 11
 # the byte permutation repeat the sign of 0x40, which is 0, so it marks what is positive.
 EIGHT_CODES = tl.constexpr("""
 {
-.reg .b32 magnitude, sign, byte, mark, forty;
-mov.b32 forty, 0x40;
+.reg .b32 magnitude, upper, rest, byte, mark, forty;
+mov.b32 forty, 0x40404040;
 and.b32 magnitude, $2, 0x77777777;
-and.b32 sign, $2, 0x88888888;
+shr.u32 upper, $2, 16;
+shr.u32 rest, magnitude, 16;
 prmt.b32 byte, $3, $7, magnitude;
-prmt.b32 mark, forty, forty, sign;
+prmt.b32 mark, forty, forty, $2;
 mad.lo.u32 $0, mark, 2, byte;
-shr.u32 magnitude, magnitude, 16;
-shr.u32 sign, sign, 16;
-prmt.b32 byte, $3, $7, magnitude;
-prmt.b32 mark, forty, forty, sign;
+prmt.b32 byte, $3, $7, rest;
+prmt.b32 mark, forty, forty, upper;
 mad.lo.u32 $1, mark, 2, byte;
 }
 """)
 
 
 @triton.jit
-def permuted(column):
-    """Where a column's code lies in a row of codes: within 128 columns, in the order that a tensor
-    core takes from threads that hold a group of 32 weights each."""
-    place = column % 128
-    return column - place + place // 8 % 4 * 32 + place // 4 % 2 * 16 + place // 32 * 4 + place % 4
+def permuted(codes):
+    """Codes [N / 32, 32] of a row in the order of the row's memory [N]: within 128 columns, that in
+    which a tensor core takes them from threads that hold a group of 32 weights each."""
+    N: tl.constexpr = codes.shape[0] * 32
+    return codes.reshape(N // 128, 4, 4, 2, 4).permute(0, 2, 3, 1, 4).reshape(N)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from plugins.device.overlap import after_previous
 from plugins.device.weights import load_weight
 from plugins.moe.kernel_float8 import loaded_row, product_float8
 
@@ -64,7 +65,7 @@ def _product(
 
 
 @triton.jit
-def _swiglu(gate, linear, limit):
+def swiglu(gate, linear, limit):
     gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     linear = tl.minimum(linear, limit, propagate_nan=tl.PropagateNan.ALL)
     linear = tl.maximum(linear, -limit, propagate_nan=tl.PropagateNan.ALL)
@@ -112,7 +113,7 @@ def _gate_up_tile(
             table, expert, 1, row, x, x_row,
             INTER, WIDTH, INNER, STORED, WORDS, HARDWARE, DOT, WIDEN,
         )  # fmt: skip
-    return tl.trans(_swiglu(gate, linear, limit))
+    return tl.trans(swiglu(gate, linear, limit))
 
 
 @triton.jit
@@ -123,13 +124,14 @@ def gate_up(
     STORED: tl.constexpr, WORDS: tl.constexpr, SHARED_STORED: tl.constexpr,
     SHARED_WORDS: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, WARPS: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of w1 and w3: silu(min(g, limit)) · clamp(l, ±limit) · routing weight.
 
     Grid [row blocks, output tiles, shared experts, then chosen ones]. Pairs' activations lie at
     their places, the shared experts' behind them.
     """
+    after_previous(OVERLAP)
     first = tl.program_id(1) * TILE
     output = first + tl.arange(0, TILE)
     # The first condition is the compiler's: what is not compiled takes no shared memory.
@@ -203,9 +205,10 @@ def down(
     STORED: tl.constexpr, WORDS: tl.constexpr, SHARED_STORED: tl.constexpr,
     SHARED_WORDS: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, WARPS: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of w2 times activations, float32 at the activations' places; grid as in gate_up."""
+    after_previous(OVERLAP)
     first = tl.program_id(1) * TILE
     output = first + tl.arange(0, TILE)
     # The first condition is the compiler's: what is not compiled takes no shared memory.

@@ -13,19 +13,21 @@ import triton
 import triton.language as tl
 
 from plugins.device.numbers import e4m3_code, mxfp8_round
+from plugins.device.overlap import after_previous
 from plugins.moe.kernel_float8 import permuted
 
 
 @triton.jit
 def route(
     ids, num_pairs, num_experts, segments, order, places,
-    EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program i groups the pairs of the i-th expert that any row chose.
 
     segments int32 [programs, 3]: its id, its first place and its number of pairs, 0 where fewer
     experts were chosen. order int32: the pair at a place; places int32: the place of a pair.
     """
+    after_previous(OVERLAP)
     expert = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, num_pairs, CHUNK):
@@ -56,34 +58,71 @@ def route(
 
 
 @triton.jit
+def _rounded(
+    x, FIRST: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FLOAT8: tl.constexpr
+):
+    """A row's values from column FIRST on rounded to MXFP8, float32 [COLUMNS / 32, 32]."""
+    column = FIRST + tl.arange(0, COLUMNS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    value = tl.load(x + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    return mxfp8_round(value, FLOAT8)
+
+
+@triton.jit
+def _magnitude(value):
+    """The largest of [N, 32] as int32 bits, in which a NaN is largest."""
+    return tl.max(tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
+
+
+@triton.jit
+def _store_values(rounded, value, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    COLUMNS: tl.constexpr = value.shape[0] * 32
+    column = FIRST + tl.arange(0, COLUMNS)
+    value = value.reshape(COLUMNS).to(rounded.dtype.element_ty)
+    tl.store(rounded + column, value, mask=column < WIDTH)
+
+
+@triton.jit
+def _store_codes(codes, value, FIRST: tl.constexpr, WIDTH: tl.constexpr, FLOAT8: tl.constexpr):
+    if FLOAT8:
+        code = value.to(tl.float8e4nv)
+    else:
+        sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
+        code = (e4m3_code(tl.abs(value)) | sign).to(tl.uint8)
+    COLUMNS: tl.constexpr = value.shape[0] * 32
+    column = FIRST + tl.arange(0, COLUMNS)
+    tl.store(codes + column, permuted(code), mask=column < WIDTH)
+
+
+@triton.jit
 def round_rows(
     x, row_stride, rounded, codes, powers, first_values, end_codes,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUES: tl.constexpr, CODES: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
+    CODES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows rounded to MXFP8: from row first_values on as values, and up to end_codes as E4M3 codes
     that share one power of two a row (`powers`), in the order that kernel_float8.py takes them.
 
-    What is less than 2^−13 of the row's largest value loses bits: at most 2^−17 of that largest.
+    A row is held as its first HEAD columns and REST others. What is less than 2^−13 of the row's
+    largest value loses bits: at most 2^−17 of that largest.
     """
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, PADDED // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    there = column < WIDTH
-    value = tl.load(x + row * row_stride + column, mask=there, other=0.0).to(tl.float32)
-    value = mxfp8_round(value, FLOAT8)
+    head = _rounded(x + row * row_stride, 0, HEAD, WIDTH, FLOAT8)
+    largest = _magnitude(head)
+    if REST > 0:
+        rest = _rounded(x + row * row_stride, HEAD, REST, WIDTH, FLOAT8)
+        largest = tl.maximum(largest, _magnitude(rest))
     if VALUES and row >= first_values:
-        tl.store(rounded + row * WIDTH + column, value.to(rounded.dtype.element_ty), mask=there)
+        _store_values(rounded + row * WIDTH, head, 0, WIDTH)
+        if REST > 0:
+            _store_values(rounded + row * WIDTH, rest, HEAD, WIDTH)
     if CODES and row < end_codes:
-        bits = value.to(tl.int32, bitcast=True)
-        largest = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1), axis=0)
         # The largest value comes into [128, 256).
         exponent = tl.minimum(tl.maximum(largest >> 23, 8), 253) - 7
-        value *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        if FLOAT8:
-            code = value.to(tl.float8e4nv)
-        else:
-            code = (e4m3_code(tl.abs(value)) | ((bits >> 24) & 0x80)).to(tl.uint8)
-        tl.store(codes + row * WIDTH + permuted(column), code, mask=there)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        _store_codes(codes + row * WIDTH, head * inverse, 0, WIDTH, FLOAT8)
+        if REST > 0:
+            _store_codes(codes + row * WIDTH, rest * inverse, HEAD, WIDTH, FLOAT8)
         # A row that holds a NaN poisons its products by its power.
         power = (exponent << 23).to(tl.float32, bitcast=True)
         tl.store(powers + row, tl.where(largest >= 0x7F800000, float("nan"), power))
@@ -93,9 +132,10 @@ def round_rows(
 def combine(
     y, places, total, num_rows, first_shared,
     TOP_K: tl.constexpr, PADDED_K: tl.constexpr, SHARED: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Add a row's experts in ascending order (places ascend with experts), then the shared ones."""
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = column < WIDTH

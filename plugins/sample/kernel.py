@@ -31,22 +31,9 @@ _TILE, _PAIRS = 2048, 256
 
 @triton.jit
 def _survey(
-    logits,
-    row_stride,
-    temperature,
-    top_k,
-    top_p,
-    vocab,
-    peaks,
-    ids,
-    least,
-    steps,
-    maxima,
-    tails,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+    logits, row_stride, temperature, top_k, top_p, vocab, peaks, ids, least, steps, maxima, tails,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     """Of one piece of a row: the largest logit, its lowest id, the largest of each group; for a
     draw its mass, relative to that logit, and where top-p alone limits how much of it lies below
     each of LEVELS + 1 bounds, of which the last is 16 temperatures or the whole range away."""
@@ -80,31 +67,11 @@ def _survey(
 
 @triton.jit
 def _limit(
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    output_index,
-    vocab,
-    peaks,
-    ids,
-    least,
-    steps,
-    maxima,
-    tails,
-    num_chunks,
-    num_groups,
-    state,
-    counter,
-    tokens,
-    CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    GRID: tl.constexpr,
-    HALF: tl.constexpr,
-    FEW: tl.constexpr,
-):
+    temperature, top_k, top_p, min_p, seed, output_index, vocab, peaks, ids, least, steps, maxima,
+    tails, num_chunks, num_groups, state, counter, tokens,
+    CHUNKS: tl.constexpr, GROUPS: tl.constexpr, LEVELS: tl.constexpr, GRID: tl.constexpr,
+    HALF: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
     """Of one row: the greedy token, and what describes it in `state`.
 
     Two intervals of logits hold where the limits cut and where the draw falls. With top-k both go
@@ -206,19 +173,9 @@ def _limit(
 
 @triton.jit
 def _collect(
-    logits,
-    row_stride,
-    temperature,
-    top_k,
-    top_p,
-    vocab,
-    state,
-    counter,
-    sums,
-    listed,
-    listed_ids,
+    logits, row_stride, temperature, top_k, top_p, vocab, state, counter, sums, listed, listed_ids,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """Of one piece of a row: the sums of its tokens' shares, all that are allowed and those above
     either interval, and its tokens inside them, appended to the row's list in any order."""
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -263,12 +220,12 @@ def sample(
     seed: torch.Tensor,
     output_index: torch.Tensor,
 ) -> torch.Tensor:
-    """As the reference, which runs for float64 logits.
+    """As the reference, which runs for float64 logits and for more than 2¹⁹ of them.
 
     A token's weight is a float32 exponential, right to 2⁻²², sums are integers: where a draw falls
     within that of the border between two tokens it may name the other one.
     """
-    if needs_reference(logits):
+    if needs_reference(logits) or logits.shape[1] > 1 << 19:
         reference: torch.Tensor = OPERATORS["sample"].reference(
             logits, temperature, top_k, top_p, min_p, seed, output_index
         )

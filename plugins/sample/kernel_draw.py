@@ -99,19 +99,9 @@ def _few(values, names, count, whole, most, p, u, peak, cold, scale, PAIRS: tl.c
 
 @triton.jit
 def _find(
-    listed,
-    count,
-    wanted,
-    bound,
-    end,
-    reached,
-    above,
-    peak,
-    cold,
-    scale,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    listed, count, wanted, bound, end, reached, above, peak, cold, scale,
+    BY_MASS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """The largest logit that `wanted` tokens, or that much mass, reach: it lies from bound to below
     end. Returns it, the tokens that reach it and those above it."""
     low, high = order_key(bound).to(tl.int64), order_key(end).to(tl.int64)
@@ -202,26 +192,10 @@ def _list_all(row, vocab, listed, ids, TILE: tl.constexpr):
 
 @triton.jit
 def draw(
-    logits,
-    row_stride,
-    temperature,
-    top_k,
-    top_p,
-    seed,
-    output_index,
-    vocab,
-    state,
-    counter,
-    sums,
-    listed,
-    ids,
-    num_chunks,
-    tokens,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
+    logits, row_stride, temperature, top_k, top_p, seed, output_index, vocab, state, counter, sums,
+    listed, ids, num_chunks, tokens,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     """Draws each row's token: without limits from the piece in which the draw falls, with limits
     from the listed tokens, or from all where an interval missed."""
     row = tl.program_id(0).to(tl.int64)

@@ -92,6 +92,7 @@ def _select_part(
     there are fewer. MASK: the result is a mask, uint8 [rows, out_width], instead.
     """
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    k = tl.cast(k, tl.int32)  # where it is 1, a compile-time constant until here
     scores += row * row_stride
     start = part * PART
     end = tl.minimum(start + PART, num_columns)

@@ -31,6 +31,7 @@ from plugins.linear import kernel as linear
 from plugins.linear import kernel_planes as planes
 from plugins.linear import kernel_split as split
 from plugins.mega_attention import kernel as attention
+from plugins.mega_attention import kernel_hopper as hopper
 from plugins.sample import kernel as sample
 from plugins.topk_select import kernel as select
 
@@ -71,6 +72,7 @@ ATTENTION = {
     "scale": "fp32", "window": "*u8", "window_pages": STRIDE, "main": "*u8", "main_pages": STRIDE,
     "window_slots": "*i64", "window_stride": STRIDE, "window_keys": STRIDE,
     "main_slots": "*i64", "main_stride": STRIDE, "main_keys": STRIDE, "num_parts": "i32",
+    "window_chunk": "i32", "chunk": "i32", "lead": "i32", "num_items": "i32",
 }  # fmt: skip
 INDEXER = {
     "queries": "*bf16", "row_stride": STRIDE, "head_stride": STRIDE, "head_weights": "*bf16",
@@ -238,7 +240,23 @@ def kernels(device: Limits) -> Kernels:
             "attention small", attention._attention,
             {**ATTENTION, "q": "*fp32", "o": "*fp32", "window": "*fp32"}, SMALL_ATTENTION, 4,
         ),
-        ("attention join", attention._join, ATTENTION, {**HEAD, "HEADS": 16}, 4),
+        *(
+            (
+                f"attention join{order}", attention._join, ATTENTION,
+                {**HEAD, "HEADS": 4, "GROUP": 16, "KEPT": bool(order)}, 4,
+            )
+            for order in ("", ", kept order")
+        ),
+        *(
+            (
+                f"attention of warp groups{cut}", hopper.attention_hopper, ATTENTION,
+                {
+                    **{n: x for n, x in whole.items() if n in hopper.attention_hopper.arg_names},
+                    "HEADS": hopper.HEADS, "TILE": hopper.TILE, "SPLIT": bool(cut),
+                }, 8,
+            )
+            for cut in ("", " in chunks")
+        ),
         ("index decode", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=1), 4),
         ("index verify", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=4), 4),
         ("index candidates", indexer._candidate_scores, INDEXER, index_constants(BLOCK=8), 4),

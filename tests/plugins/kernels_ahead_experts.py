@@ -13,6 +13,7 @@ from plugins.mega_mhc import kernel as mhc
 from plugins.mega_mhc.kernel_finish import finish
 from plugins.mega_mhc.kernel_pass import stack, streams_pass
 from plugins.moe import kernel as moe
+from plugins.moe import kernel_hopper as hopper
 from plugins.moe import kernel_product as product
 from plugins.moe import kernel_route as routing
 from plugins.norm import kernel as norm
@@ -55,10 +56,17 @@ def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, .
         "WIDTH": 5120, "INTER": 2304, "STORED": 9 if device.float8 else 2, "WORDS": True,
         "SHARED_STORED": 0, "SHARED_WORDS": True, "INNER": 128, "ROWS": rows, "SHARED": 1,
         "SHARED_ROWS": moe.most_shared_rows(rows), "HARDWARE": device.float8,
-        "WARPS": moe.warps(rows), **DOT, **more,
+        "WARPS": moe.warps(rows), "OVERLAP": device.float8, **DOT, **more,
     }  # fmt: skip
     arguments = {**EXPERTS, "codes": codes}
     return kernel, arguments, constants, moe.warps(rows), moe.stages(device, wide=False)
+
+
+def hopper_experts(kernel: Any, pairs: int, **more: int) -> tuple[Any, ...]:
+    tile = moe.hopper_tile(pairs)
+    sizes = {name: x for name, x in tile.arguments().items() if name != "num_warps"}
+    constants = {"WIDTH": 5120, "INTER": 2304, **sizes, **more}
+    return kernel, {**EXPERTS, "codes": "*fp8e4nv"}, constants, tile.warps
 
 
 def streams(rows: int, **more: Any) -> tuple[Any, ...]:
@@ -86,14 +94,20 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
     return [
         *few,
         ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
-        ("route", routing.route, EXPERTS, {"EXPERTS": 512, "CHUNK": 4096}, 8),
+        ("experts up, many rows", *hopper_experts(hopper.gate_up_hopper, 512, TOP_K=6)),
+        ("experts down, some rows", *hopper_experts(hopper.down_hopper, 64)),
+        ("route", routing.route, EXPERTS, {"EXPERTS": 512, "CHUNK": 4096, "OVERLAP": True}, 8),
         (
             "round rows", routing.round_rows, {**EXPERTS, "codes": "*fp8e4nv"},
-            {"WIDTH": 5120, "PADDED": 8192, "VALUES": True, "CODES": True, "FLOAT8": True}, 8,
+            {
+                "WIDTH": 5120, "HEAD": 4096, "REST": 1024, "VALUES": True, "CODES": True,
+                "FLOAT8": True, "OVERLAP": True,
+            }, 8,
         ),
         (
             "combine", routing.combine, EXPERTS,
-            {"TOP_K": 6, "PADDED_K": 8, "SHARED": 1, "WIDTH": 5120, "TILE": 1024}, 4,
+            {"TOP_K": 6, "PADDED_K": 8, "SHARED": 1, "WIDTH": 5120, "TILE": 1024,
+             "OVERLAP": True}, 4,
         ),
         ("gate", gate._logits, GATE, {**tile, "ROWS": 64, "OVERLAP": True, **DOT}, 4, 5),
         (

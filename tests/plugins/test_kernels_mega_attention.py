@@ -7,8 +7,9 @@ import pytest
 import torch
 from kernel_oracle import DEVICE, load_kernel, moved, paged
 
+from plugins.device.rows import device_rows
 from plugins.formats.records import main_record, window_record
-from plugins.formats.rows import ValueRows
+from plugins.formats.rows import RowStore, ValueRows
 from plugins.mega_attention.cases import CASES, AttentionCase
 
 kernel = load_kernel("mega_attention")
@@ -63,9 +64,21 @@ def compare(ours: torch.Tensor, operands: dict, heads: range, tolerance: float) 
             )
 
 
+def packed(case: AttentionCase) -> tuple[dict, dict]:
+    """Operands over packed pages on the device, and what they stand for."""
+    expected = case.operands(torch.bfloat16)
+    operands = moved(expected)
+    for name, record, rows in (("window", window_record, 8), ("main", main_record, 5)):
+        if expected[name] is not None:
+            store, values = paged(expected[name], record(case.width), rows)
+            operands[name], expected[name] = store, values
+    return operands, expected
+
+
 @pytest.fixture(params=[0, 1000], ids=["whole rows", "cut into chunks"])
 def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(kernel, "SPLIT_ROWS", request.param)
+    monkeypatch.setattr(kernel.hopper, "CHUNKS", ((request.param, 64),))
     return int(request.param)
 
 
@@ -90,12 +103,7 @@ def test_matches_the_per_head_oracle(case: AttentionCase, dtype: torch.dtype) ->
 @pytest.mark.usefixtures("split_rows")
 def test_packed_pages_of_real_sizes(case: AttentionCase) -> None:
     """Packed FP8 window rows and FP4 entries, of which only the named ones may be read."""
-    expected = case.operands(torch.bfloat16)
-    operands = moved(expected)
-    for name, record, rows in (("window", window_record, 8), ("main", main_record, 5)):
-        if expected[name] is not None:
-            store, values = paged(expected[name], record(case.width), rows)
-            operands[name], expected[name] = store, values
+    operands, expected = packed(case)
     ours = kernel.mega_attention(**operands)
     heads = range(0, case.heads, max(1, case.heads // 3))
     compare(ours, expected, heads, TOLERANCE[torch.bfloat16])
@@ -113,6 +121,55 @@ def test_a_row_depends_on_itself_only() -> None:
     some = {name: operands[name][order] for name in names}
     some["main_slots"] = torch.nn.functional.pad(some["main_slots"], (0, 300), value=-1)
     assert torch.equal(kernel.mega_attention(**{**operands, **some}), whole[order])
+
+
+WARP_GROUPS = (
+    AttentionCase("many holes", 3, 64, 512, 64, 128, 512, holes=0.5, first_position=1_048_573),
+    AttentionCase("odd sizes, few heads", 2, 5, 512, 64, 40, 201, holes=0.1),
+    AttentionCase("a wide window", 2, 64, 512, 64, 200, 100, sink="mixed"),
+    AttentionCase("window only", 2, 64, 512, 64, 128, None),
+    AttentionCase("no key at all", 2, 64, 512, 64, 128, 512, holes=1.0),
+    AttentionCase("sink takes all", 2, 64, 512, 64, 128, 512, sink="+inf"),
+)
+
+
+def stores(operands: dict) -> list[RowStore]:
+    return [operands[name] for name in ("window", "main") if operands[name] is not None]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper",
+)
+@pytest.mark.parametrize("chunk", [0, 64, 128, 320])
+class TestWarpGroups:
+    """The Gluon kernel, which nothing interprets."""
+
+    @pytest.fixture(autouse=True)
+    def _cut(self, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        chunks = ((1000, chunk),) if chunk else ()
+        monkeypatch.setattr(kernel.hopper, "CHUNKS", chunks)
+
+    @pytest.mark.parametrize("case", WARP_GROUPS, ids=lambda case: case.name)
+    def test_matches_the_per_head_oracle(self, case: AttentionCase) -> None:
+        operands, expected = packed(case)
+        window, *main = map(device_rows, stores(operands))
+        assert kernel.hopper.takes(operands["q"], window, *(main or [None]))
+        ours = kernel.mega_attention(**operands)
+        compare(ours, expected, range(0, case.heads, 3), TOLERANCE[torch.bfloat16])
+
+    def test_a_row_depends_on_itself_only(self) -> None:
+        """More rows than programs; then some of them in another order, their key sets padded."""
+        operands, _ = packed(AttentionCase("batch", 301, 64, 512, 64, 128, 192, holes=0.1))
+        names = ("q", "positions", "window_slots", "main_slots")
+        whole = kernel.mega_attention(**operands)
+        assert torch.equal(kernel.mega_attention(**operands), whole)
+        order = torch.tensor([300, 2, 150])
+        some = {name: operands[name][order] for name in names}
+        for name, keys in (("window_slots", 130), ("main_slots", 301)):
+            some[name] = torch.nn.functional.pad(some[name], (0, keys), value=-1)
+        assert torch.equal(kernel.mega_attention(**{**operands, **some}), whole[order])
 
 
 def test_the_inputs_are_left_alone_and_strides_are_followed() -> None:

@@ -19,9 +19,9 @@ from plugins.moe.cases import CASES, MoeCase
 
 kernel = load_kernel("moe")
 # Where the operator's module loads, so do its others.
-device_weights, kernel_float8, kernel_product, kernel_route = (
-    importlib.import_module(f"plugins.moe.{name}")
-    for name in ("device_weights", "kernel_float8", "kernel_product", "kernel_route")
+NAMES = ("device_weights", "kernel_float8", "kernel_product", "kernel_route", "kernel_shared")
+device_weights, kernel_float8, kernel_product, kernel_route, kernel_shared = (
+    importlib.import_module(f"plugins.moe.{name}") for name in NAMES
 )
 
 QUANTIZERS: dict[str, Callable] = {
@@ -162,7 +162,7 @@ def test_products_of_packed_weights_are_exact_up_to_summation(
         y, 5, 5, SHARED=0, WIDTH=hidden, INTER=inter, STORED=of.down.stored, WORDS=of.down.words,
         SHARED_STORED=device_weights.VALUES, SHARED_WORDS=False, TILE=128, INNER=128, ROWS=16,
         SHARED_ROWS=16, HARDWARE=kernel._hardware(y.device), DOT=kernel.tl.bfloat16,
-        WARPS=4, WIDEN=kernel.INTERPRETED,
+        WARPS=4, WIDEN=kernel.INTERPRETED, **kernel._launch(y.device),
     )  # fmt: skip
     w2 = experts(count, hidden, inter, name, dtype, spread).w2.cpu().double()
     expected = torch.cat([activation[:3].double() @ w2[1].T, activation[3:].double() @ w2[0].T])
@@ -174,6 +174,50 @@ def test_products_of_packed_weights_are_exact_up_to_summation(
 def _no_experts(hidden: int, inter: int, dtype: torch.dtype) -> ExpertWeights:
     up = torch.empty(0, inter, hidden, dtype=dtype, device=DEVICE)
     return ExpertWeights(up, up, up.transpose(1, 2), quantized_input=False)
+
+
+@pytest.mark.parametrize("stored", ["fp8", "mxfp8", "values"])
+def test_shared_experts_of_many_rows_stand_apart(
+    stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_shared, "DECODED_ROWS", 3)
+    dtype = torch.bfloat16
+    operands = MoeCase("many", 3, 128, 128, 4, 2, shared=2).operands(dtype)
+    operands["routed"] = experts(4, 128, 128, "fp4", dtype)
+    if stored != "values":
+        operands["shared"] = experts(2, 128, 128, stored, dtype)
+    ours = kernel.moe(**on_device(operands))
+    assert relative(ours, in_float64(operands)) < 3e-2
+
+
+@pytest.mark.parametrize(
+    "rows", [120, pytest.param(230, marks=pytest.mark.skipif(DEVICE == "cpu", reason="slow"))]
+)
+def test_many_rows_of_an_expert(rows: int) -> None:
+    """On compute capability 9.0 by kernel_hopper.py: blocks that are full and one that is not."""
+    dtype, of = torch.bfloat16, experts(3, 512, 512, "fp4", torch.bfloat16, spread=5)
+    draw = torch.Generator().manual_seed(4)
+    operands = on_device(
+        {
+            "u": torch.randn(rows, 512, generator=draw).to(dtype),
+            "ids": torch.rand(rows, 3, generator=draw).argsort(1)[:, :2],
+            "weights": torch.rand(rows, 2, generator=draw),
+            "routed": of,
+            "shared": experts(1, 512, 512, "fp8", dtype),
+            "swiglu_limit": 10.0,
+        }
+    )
+    known = device_weights.device_experts(of, dtype)
+    on_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    assert kernel._takes_hopper(known, 512, operands["u"].device) == on_hopper
+    whole = kernel.moe(**operands)
+    assert relative(whole, in_float64(operands)) < 4e-2
+    assert torch.equal(kernel.moe(**operands), whole)
+    operands["u"][7, 5] = torch.nan
+    poisoned = kernel.moe(**operands)
+    assert poisoned[7].isnan().all()
+    others = torch.arange(rows, device=whole.device) != 7
+    assert torch.equal(poisoned[others], whole[others])
 
 
 def test_without_shared_experts() -> None:
@@ -195,7 +239,7 @@ def test_pairs_are_grouped_by_expert(rows: int, spread: str) -> None:
     pairs, hit = rows * k, min(count, rows * k)
     segments = torch.full((hit, 3), -7, dtype=torch.int32, device=DEVICE)
     order, places = torch.full((2, pairs), -7, dtype=torch.int32, device=DEVICE)
-    kernel_route.route[(hit,)](ids.to(DEVICE), pairs, count, segments, order, places, 16, 16)
+    kernel_route.route[(hit,)](ids.to(DEVICE), pairs, count, segments, order, places, 16, 16, False)
     flat = ids.flatten().tolist()
     expected = sorted(range(pairs), key=lambda pair: (flat[pair], pair))
     assert order.tolist() == expected
@@ -211,7 +255,7 @@ def test_the_inline_assembly_looks_codes_up() -> None:
     negatives of their values times 2^shift, for every shift and every byte at every place."""
     lines = re.findall(r"(\w+)\.\w+(?:\.\w+)? ([^;]*);", kernel_float8.EIGHT_CODES.value)
     lines = [line for line in lines if line[0] != "reg"]
-    assert len(lines) == 11
+    assert len(lines) == 10
 
     def permuted(low: int, high: int, selector: int) -> int:
         table = (low | high << 32).to_bytes(8, "little")

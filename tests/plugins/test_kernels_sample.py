@@ -99,6 +99,19 @@ def test_rows_of_several_tiles_and_settings(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(kernel.sample(**{**alone, "logits": wide[:, ::2]}), tokens[some])
 
 
+def test_intervals_that_miss_the_cut_or_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one bound a piece the estimate is poor: the whole row is listed then."""
+    for name, size in (("_CHUNK", 64), ("_GROUP", 8), ("_LEVELS", 1), ("_FEW", 1), ("_PAIRS", 16)):
+        monkeypatch.setattr(kernel, name, size)
+    draw = torch.Generator().manual_seed(5)
+    operands = mixed(8, 500, 1)
+    operands["logits"] = 2.0 * torch.randn(8, 500, generator=draw)
+    operands["temperature"] = torch.tensor([0.5, 1.0, 2.0, 40.0]).repeat(2)
+    operands["top_k"] = torch.zeros(8, dtype=torch.int64)
+    operands["top_p"] = torch.tensor([0.9, 0.5, 0.99, 0.95]).repeat(2)
+    check(operands, kernel.sample(**moved(operands)))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="slow where it is interpreted")
 @pytest.mark.parametrize("seed", range(2))

@@ -113,6 +113,15 @@ def test_more_reach_the_bound_than_the_list_holds(values: str) -> None:
     assert ours.tolist() == selected(scores, 300)
 
 
+def test_more_equal_blocks_than_the_list_holds() -> None:
+    """At the released number of blocks: the leftmost, and the newest."""
+    scores = torch.zeros(1, 16_384)
+    scores[0, 9_000] = 1.0
+    operands = moved({"scores": scores, "num_visible": torch.tensor([16_384])})
+    mask = kernel.candidate_blocks(**operands, block_size=1, num_blocks=2048)
+    assert mask[0].nonzero().flatten().tolist() == [*range(2046), 9_000, 16_383]
+
+
 def test_released_rows_of_several_parts() -> None:
     """Two rounds at 40,000 columns; equal scores straddle the border of two parts."""
     scores = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(0))

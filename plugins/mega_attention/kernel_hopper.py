@@ -1,0 +1,278 @@
+"""Sparse attention on Hopper in Gluon; docs/kernels/mega_attention.md has its floor and layout.
+
+Of a block of twelve warps, four decode packed rows into shared memory and eight multiply. Gluon is
+the Triton language with layouts, shared memory and barriers written out; nothing interprets it, so
+kernel.py stays for every other device and every other kind of row.
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from plugins.device.launch import limits
+from plugins.device.rows import MXFP8, NVFP4_WORDS, DeviceRows
+from plugins.mega_attention.kernel_hopper_decode import decode_tiles, share
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+WIDTH, HEADS, TILE = 512, 64, 64
+# Up to so many rows, and the keys of a part: so many programs that the 132 multiprocessors of an
+# H200 still take them at once. With more rows every program takes whole rows, one after another.
+CHUNKS = ((13, 64), (26, 128), (66, 320))
+# Keys that a part of 320 has from the window, the rest being entries.
+_WINDOW = 128
+
+
+@gluon.jit
+def _angles(position, inv_freq, turn, WIDTH: gl.constexpr, ROTATED: gl.constexpr):
+    """cos and sin of every pair, 1 and 0 for those that do not turn, into `turn` [2, WIDTH / 2];
+    see plugins/device/rotation.py."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    FIRST: gl.constexpr = (WIDTH - ROTATED) // 2
+    one = gl.full([WIDTH // 2], 1.0, gl.float32, layout=LINE)
+    turn.index(0).store(one)
+    turn.index(1).store(one * 0.0)
+    frequency = gl.load(inv_freq + gl.arange(0, ROTATED // 2, layout=LINE))
+    turns = position.to(gl.float64) * frequency * 0.15915494309189535
+    angle = ((turns - gl.floor(turns + 0.5)) * 6.283185307179586).to(gl.float32)
+    gl.thread_barrier()
+    turn.index(0).slice(FIRST, ROTATED // 2).store(gl.cos(angle))
+    turn.index(1).slice(FIRST, ROTATED // 2).store(gl.sin(angle))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _load_heads(
+    q_row, head_stride, FIRST: gl.constexpr, N: gl.constexpr, H: gl.constexpr, WIDTH: gl.constexpr
+):
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    head = FIRST + gl.arange(0, N, layout=gl.SliceLayout(1, WHOLE))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WHOLE))
+    at = q_row + head[:, None] * head_stride + column[None, :]
+    return gl.load(at, mask=(head < H)[:, None], other=0.0)
+
+
+@gluon.jit
+def _turn(x, turn, SIGN: gl.constexpr):
+    """float32 [N, pairs, 2] turned by the angles in `turn`, backwards with SIGN −1, as bfloat16."""
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 32, 1], [8, 1, 1], [2, 1, 0])
+    HALVES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
+    even, odd = gl.split(gl.convert_layout(x, PAIRS))
+    even = gl.convert_layout(even, HALVES)
+    odd = gl.convert_layout(odd, HALVES)
+    cos = turn.index(0).load(gl.SliceLayout(0, HALVES))[None, :]
+    sin = turn.index(1).load(gl.SliceLayout(0, HALVES))[None, :] * SIGN
+    return gl.join(
+        (even * cos - odd * sin).to(gl.bfloat16), (even * sin + odd * cos).to(gl.bfloat16)
+    )
+
+
+@gluon.jit
+def _keep_heads(query, x, turn, WIDTH: gl.constexpr):
+    """Rotated queries [N, WIDTH] into shared memory, in the order of a kept row."""
+    N: gl.constexpr = x.shape[0]
+    x = _turn(x.to(gl.float32).reshape([N, WIDTH // 2, 2]), turn, 1.0)
+    x = x.reshape([N, WIDTH // 32, 4, 2, 2, 2]).permute([0, 2, 1, 4, 5, 3])
+    query.store(x.reshape([N, WIDTH]))
+
+
+@gluon.jit
+def _multiply_tiles(
+    q, row_stride, head_stride, positions, inv_freq, sink, o, parts, stats, scale,
+    query, keys, bias, probabilities, maxima, turn, full, empty,
+    window_keys, main_keys, window_chunk, chunk, lead, num_parts, num_items,
+    H: gl.constexpr, WIDTH: gl.constexpr, ROTATED: gl.constexpr, HEADS: gl.constexpr,
+    TILE: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: a running softmax over tiles in two warp groups, of which each has
+    half a tile's scores and half the columns of the sum [HEADS, WIDTH]."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE // 2, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, WIDTH // 2, 16])
+    OF_SUM: gl.constexpr = gl.SliceLayout(1, SUM)
+    HALF: gl.constexpr = HEADS // 2
+    done = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        row, window_first, window_end, main_first, main_end = share(
+            item, num_parts, window_keys, main_keys, window_chunk, chunk, lead
+        )
+        tiles = gl.cdiv(window_end - window_first, TILE) + gl.cdiv(main_end - main_first, TILE)
+        x0 = _load_heads(q + row * row_stride, head_stride, 0, HALF, H, WIDTH)
+        x1 = _load_heads(q + row * row_stride, head_stride, HALF, HALF, H, WIDTH)
+        _angles(gl.load(positions + row), inv_freq, turn, WIDTH, ROTATED)
+        _keep_heads(query.slice(0, HALF), x0, turn, WIDTH)
+        _keep_heads(query.slice(HALF, HALF), x1, turn, WIDTH)
+        fence_async_shared()
+        gl.thread_barrier()
+        head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, SCORES))
+        if SPLIT:
+            logit = gl.full([HEADS], float("-inf"), gl.float32, layout=head.type.layout)
+        else:
+            logit = gl.load(sink + head, mask=head < H, other=0.0).to(gl.float32) * _LOG2_E
+        # The reference's bound: keeps the maximum finite without keys, or with a +inf sink.
+        peak = gl.minimum(gl.maximum(logit, -1e30), 1e30)
+        none = gl.zeros([HEADS, TILE], gl.float32, layout=SCORES)
+        out = gl.zeros([HEADS, WIDTH], gl.float32, layout=SUM)
+        # A warp group's share of the denominator: the groups meet once, at the end.
+        total = gl.sum(none.reshape([HEADS, 2, TILE // 2]), axis=2)
+        if tiles > 0:
+            mbarrier.wait(full.index(done % 2), (done // 2) & 1)
+            tile = keys.index(done % 2).permute((1, 0))
+            scores = warpgroup_mma(query, tile, none, use_acc=False)
+            for at in range(done, done + tiles):
+                stage = at % 2
+                flags = bias.index(stage).load(gl.SliceLayout(0, SCORES))
+                scores = scores * scale + flags[None, :]
+                # Either warp group has the maxima of its half.
+                own = gl.max(scores.reshape([HEADS, 2, TILE // 2]), axis=2)
+                maxima.store(own.permute([1, 0]).reshape([2 * HEADS]))
+                gl.thread_barrier()
+                higher = gl.maximum(
+                    maxima.slice(0, HEADS).load(head.type.layout),
+                    maxima.slice(HEADS, HEADS).load(head.type.layout),
+                )
+                higher = gl.maximum(peak, higher)
+                shrink = gl.exp2(peak - higher)
+                p = gl.exp2(scores - higher[:, None])
+                peak = higher
+                probabilities.store(p.to(gl.bfloat16))
+                fence_async_shared()
+                share_shrink = gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))
+                share_sum = gl.sum(p.reshape([HEADS, 2, TILE // 2]), axis=2)
+                total = total * share_shrink[:, None] + share_sum
+                out = out * gl.convert_layout(shrink, OF_SUM)[:, None]
+                gl.thread_barrier()
+                going = warpgroup_mma(probabilities, keys.index(stage), out, is_async=True)
+                if at + 1 < done + tiles:
+                    following = (at + 1) % 2
+                    mbarrier.wait(full.index(following), ((at + 1) // 2) & 1)
+                    tile = keys.index(following).permute((1, 0))
+                    coming = warpgroup_mma(query, tile, none, use_acc=False, is_async=True)
+                    out = warpgroup_mma_wait(1, deps=[going])
+                    gl.thread_barrier()
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    scores = warpgroup_mma_wait(0, deps=[coming])
+                else:
+                    out = warpgroup_mma_wait(0, deps=[going])
+                    gl.thread_barrier()
+                    mbarrier.arrive(empty.index(stage), count=1)
+        done += tiles
+        whole = gl.convert_layout(gl.sum(total, axis=1), head.type.layout)
+        if SPLIT:
+            first_head = (row * num_parts + item % num_parts) * H
+            of_head = first_head + head
+            gl.store(stats + 2 * of_head, peak, mask=head < H)
+            gl.store(stats + 2 * of_head + 1, whole, mask=head < H)
+            row_head = gl.arange(0, HEADS, layout=OF_SUM)
+            column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SUM))
+            of_sum = (first_head + row_head)[:, None] * WIDTH + column[None, :]
+            gl.store(parts + of_sum, out * 256.0, mask=(row_head < H)[:, None])
+        else:
+            whole += gl.exp2(logit - peak)
+            inverse = 256.0 / gl.where(whole > 0, whole, 1.0)
+            x = out * gl.convert_layout(inverse, OF_SUM)[:, None]
+            x = x.reshape([HEADS, 4, WIDTH // 32, 2, 2, 2]).permute([0, 2, 1, 5, 3, 4])
+            x = _turn(x.reshape([HEADS, WIDTH // 2, 2]), turn, -1.0).reshape([HEADS, WIDTH])
+            WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+            row_head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, WHOLE))
+            column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WHOLE))
+            x = gl.convert_layout(x, WHOLE)
+            of_head = (row * H + row_head)[:, None] * WIDTH + column[None, :]
+            gl.store(o + of_head, x, mask=(row_head < H)[:, None])
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "window_keys", "main_keys", "window_chunk", "chunk", "lead", "num_parts", "num_items",
+    ]
+)  # fmt: skip
+def attention_hopper(
+    q, row_stride, head_stride, positions, inv_freq, sink, o, parts, stats, scale,
+    window, window_pages, WINDOW_ROWS: gl.constexpr, WINDOW_ROW: gl.constexpr,
+    main, main_pages, MAIN_ROWS: gl.constexpr, MAIN_ROW: gl.constexpr,
+    window_slots, window_stride, window_keys, main_slots, main_stride, main_keys,
+    window_chunk, chunk, lead, num_parts, num_items,
+    H: gl.constexpr, WIDTH: gl.constexpr, ROTATED: gl.constexpr,
+    HEADS: gl.constexpr, TILE: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Programs take items, parts of rows, in turn. Part p has the window keys from p · window_chunk
+    on and the entries from p · chunk − lead on."""
+    if SPLIT:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    query = gl.allocate_shared_memory(gl.bfloat16, [HEADS, WIDTH], ROWS)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, WIDTH], ROWS)
+    probabilities = gl.allocate_shared_memory(gl.bfloat16, [HEADS, TILE], ROWS)
+    bias = gl.allocate_shared_memory(gl.float32, [2, TILE], FLAT)
+    maxima = gl.allocate_shared_memory(gl.float32, [2 * HEADS], FLAT)
+    turn = gl.allocate_shared_memory(gl.float32, [2, WIDTH // 2], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(2):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (
+                q, row_stride, head_stride, positions, inv_freq, sink, o, parts, stats,
+                scale * (256.0 * _LOG2_E), query, keys, bias, probabilities, maxima, turn, full,
+                empty,
+                window_keys, main_keys, window_chunk, chunk, lead, num_parts, num_items,
+                H, WIDTH, ROTATED, HEADS, TILE, SPLIT,
+            )),
+            (decode_tiles, (
+                keys, bias, full, empty,
+                window, window_pages, WINDOW_ROWS, WINDOW_ROW,
+                main, main_pages, MAIN_ROWS, MAIN_ROW,
+                window_slots.to(gl.pointer_type(gl.int32), bitcast=True), window_stride,
+                window_keys, main_slots.to(gl.pointer_type(gl.int32), bitcast=True), main_stride,
+                main_keys, window_chunk, chunk, lead, num_parts, num_items, WIDTH, TILE, 4,
+            )),
+        ],
+        [4], [120],
+    )  # fmt: skip
+
+
+class Cut(NamedTuple):
+    """How a row's keys are cut. split: whether a second kernel joins the parts."""
+
+    window_chunk: int
+    chunk: int
+    lead: int
+    parts: int
+    split: bool
+
+
+def cut(rows: int, window_keys: int, main_keys: int) -> Cut:
+    """Where parts begin depends on `rows` only: slots −1 at the end of a key set move nothing."""
+    chunk = next((keys for most, keys in CHUNKS if rows <= most), 0)
+    if chunk == 0:
+        return Cut(window_keys, main_keys, 0, 1, split=False)
+    if chunk <= _WINDOW:
+        of_window = -(-window_keys // chunk)
+        return Cut(chunk, chunk, of_window * chunk, of_window - (-main_keys // chunk), split=True)
+    parts = max(1, -(-(_WINDOW + main_keys) // chunk))
+    return Cut(window_keys, chunk, _WINDOW, parts, split=True)
+
+
+def takes(q: torch.Tensor, window: DeviceRows, main: DeviceRows | None) -> bool:
+    """Whether the kernel is made for these queries and rows, and the device is a Hopper."""
+    if not limits(q.device).warp_groups:
+        return False
+    packed = window.stored == MXFP8.value and (main is None or main.stored == NVFP4_WORDS.value)
+    return packed and q.dtype == torch.bfloat16 and q.shape[1] <= HEADS and q.shape[2] == WIDTH
