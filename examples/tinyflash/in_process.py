@@ -35,6 +35,8 @@ Int32Array = npt.NDArray[np.int32]
 
 # A window page's rows on a GPU: the page tables go there with every step, so few large pages.
 _DEVICE_PAGE_ROWS = 64
+# All questions are asked at once.
+_QUEUED_REQUESTS = 1 << 20
 
 
 class InProcess:
@@ -44,6 +46,7 @@ class InProcess:
         """`options` are serve settings. Raises ValueError with one sentence for an engine or
         settings that cannot be served, for an engine without a tokenizer, and for a GPU that is
         not there."""
+        options = {"max_queued_requests": _QUEUED_REQUESTS, **options}
         if device != "cpu":
             device_operators.install()
             options = {"window_page_tokens": _DEVICE_PAGE_ROWS, **options}
