@@ -17,6 +17,7 @@ MOE = OperatorSchema(
     attributes=("swiglu_limit",),
     ties="none: the selection is an input",
     deterministic="a row depends on its own input only: fixed row tiles on the CPU, routed experts "
-    "added in ascending order, then the shared ones",
+    "added in ascending order, then the shared ones; on a GPU the order of its sums also on "
+    "how many rows there are",
     source="technical report, DeepSeekMoE (arXiv 2401.06066) with clamped SwiGLU",
 )

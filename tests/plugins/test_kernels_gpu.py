@@ -275,9 +275,10 @@ def test_bits_of_experts_do_not_depend_on_the_rows_beside() -> None:
 
 @pytest.mark.parametrize("name", ["gate", "streams"])
 def test_bits_do_not_depend_on_the_number_of_rows(name: str) -> None:
-    """Parts of sums as programs of their own, and added up inside one."""
+    """Parts of sums as programs of their own, and added up inside one. From 512 rows on the library
+    adds up the gate's."""
     if name == "gate":
-        operands = GateCase("rows", 1100, 5120, 384, 6).operands(torch.bfloat16)
+        operands = GateCase("rows", 511, 5120, 384, 6).operands(torch.bfloat16)
         operands = moved(operands)
         run = load_kernel("mega_gate").mega_gate
         whole = run(**operands)

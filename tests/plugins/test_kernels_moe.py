@@ -294,11 +294,17 @@ def test_the_inline_assembly_looks_codes_up() -> None:
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:
+    """Bit for bit on a GPU. The interpreter multiplies with numpy, whose sums depend on some CPUs on
+    where in a tile a row lies."""
     operands = on_device(MoeCase("batch", 21, 64, 32, 4, 2).operands(torch.float32))
     whole = kernel.moe(**operands)
     for part in (slice(3, 4), slice(0, 9)):
         some = {name: operands[name][part] for name in ("u", "ids", "weights")}
-        assert torch.equal(kernel.moe(**{**operands, **some}), whole[part])
+        alone = kernel.moe(**{**operands, **some})
+        if DEVICE == "cuda":
+            assert torch.equal(alone, whole[part])
+        else:
+            torch.testing.assert_close(alone, whole[part], rtol=1e-6, atol=1e-6)
 
 
 def test_a_poisoned_row_poisons_no_other_and_unchosen_experts_are_not_read() -> None:
