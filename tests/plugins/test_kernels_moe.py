@@ -294,8 +294,8 @@ def test_the_inline_assembly_looks_codes_up() -> None:
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:
-    """Bit for bit on a GPU. The interpreter multiplies with numpy, whose sums depend on some CPUs on
-    where in a tile a row lies."""
+    """Bit for bit on a GPU. The interpreter multiplies with numpy, whose sums on some CPUs depend
+    on where in a tile a row lies."""
     operands = on_device(MoeCase("batch", 21, 64, 32, 4, 2).operands(torch.float32))
     whole = kernel.moe(**operands)
     for part in (slice(3, 4), slice(0, 9)):
