@@ -48,6 +48,8 @@ TEMPLATES = Path(__file__).parent / "pages"
 PAGES = {"accuracy.md": "docs/accuracy.md", "card.md": "examples/tinyflash/README.md"}
 PLOTS = {"replay.svg": "docs/images/replay.svg", "training.svg": "docs/images/training.svg"}
 
+# Runs of engines in other formats, and of the one as released that they are compared with.
+QUANTISED = "formats"
 _SHOWN_MISTAKES = 2
 _FRACTIONS = {0: "0", 0.25: "1/4", 0.5: "1/2", 1: "1", 2: "2", 4: "4"}
 
@@ -89,7 +91,7 @@ def _values(results: Results, directory: Path) -> Iterator[tuple[str, str]]:
     yield "replay", _replay_table(results)
     yield "curve", _curve_table(results)
     yield "mechanisms", _mechanism_table(results)
-    yield "quantised", _quantised(results)
+    yield "quantised", _quantised(Results.read(config, directory / QUANTISED))
     yield "drafts", _drafts(results)
     yield "float64", _float64(results)
     yield "mistakes", _mistakes(results)
@@ -157,7 +159,9 @@ def _quantised(results: Results) -> str:
     """A section of its own, nothing before a quantised engine was measured."""
     table = quantised(results)
     page = Template((TEMPLATES / "quantised.md").read_text())
-    return page.substitute(table=table) if table else ""
+    runs = [(task, results.served(task)) for task in TASKS]
+    devices = "; ".join(f"{task}: {_measured_on(made)}" for task, made in runs if made)
+    return page.substitute(table=table, devices=devices) if table else ""
 
 
 def _drafts(results: Results) -> str:
