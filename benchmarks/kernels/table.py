@@ -17,8 +17,8 @@ HEAD = """# Measured on a GPU
 Times by graph replay with inputs outside the L2 cache, on one {device} at commit {commit}:
 {copy:.2f} TB/s copied, {product:.0f} TFLOP/s in a bfloat16 product, measured in the same run.
 `floor ÷ us` is the share of what the device can do; `target ÷ us` from 1 on meets the target, which
-is the best peer's time or better. Every row was compared with its reference on the same inputs. Written by
-`benchmarks/kernels/table.py`.
+is the best peer's time or better. Every row was compared with its reference on the same inputs.
+Written by `benchmarks/kernels/table.py`.
 
 | operator | case | µs | floor, µs | floor ÷ us | target, µs | target ÷ us | right |
 | --- | --- | --- | --- | --- | --- | --- | --- |"""
