@@ -91,7 +91,7 @@ def _values(results: Results, directory: Path) -> Iterator[tuple[str, str]]:
     yield "replay", _replay_table(results)
     yield "curve", _curve_table(results)
     yield "mechanisms", _mechanism_table(results)
-    yield "quantised", _quantised(Results.read(config, directory / QUANTISED))
+    yield "quantised", quantised_section(Results.read(config, directory / QUANTISED))
     yield "drafts", _drafts(results)
     yield "float64", _float64(results)
     yield "mistakes", _mistakes(results)
@@ -155,7 +155,7 @@ def _mechanism_table(results: Results) -> str:
     return markdown(rows)
 
 
-def _quantised(results: Results) -> str:
+def quantised_section(results: Results) -> str:
     """A section of its own, nothing before a quantised engine was measured."""
     table = quantised(results)
     page = Template((TEMPLATES / "quantised.md").read_text())
