@@ -31,7 +31,14 @@ from client.stream import GenerateStream
 from client.tensors import chunk_from_outputs, input_tensors
 
 # A prompt of the longest kind, or its log probabilities, are more than the library's 4 MB.
-CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A server that was restarted is found within about a second, not after up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
 
 
 class GrpcClient:

@@ -93,7 +93,8 @@ def main() -> int:
     print(
         f"\n{num_right} of {len(turns)} answers are right. Done in "
         f"{time.monotonic() - started:.0f} s.\n\n"
-        f"Serve it yourself:  .venv/bin/dsv41-serve --engine {engine.relative_to(ROOT)}\n"
+        f"Serve it yourself:  .venv/bin/dsv41-serve --engine {engine.relative_to(ROOT)} "
+        "--speculative\n"
         "Talk with it:       .venv/bin/dsv41-client chat\n"
         "Judge it:           .venv/bin/dsv41-client eval --task arithmetic --limit 100"
     )
