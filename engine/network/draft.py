@@ -121,11 +121,12 @@ class Draft:
     ) -> torch.Tensor:
         config, inv_freq = self._config, self._rope.of(layer)
         eps = config.rms_norm_eps
+        q = queries(query_latent(u, weights, eps), weights, config)
         # The block's rows take the place that compressed entries have in a backbone layer.
-        block = ValueRows(u.new_zeros(u.shape[0], config.head_dim), cache.window_layout)
+        block = ValueRows(torch.zeros_like(q[:, 0]), cache.window_layout)
         write_window(u, weights, rows.positions, inv_freq, block, rows.block_write, eps)
         o = mega_attention(
-            queries(query_latent(u, weights, eps), weights, config),
+            q,
             rows.positions,
             inv_freq,
             cache.window(layer),

@@ -10,7 +10,7 @@ import torch
 from ragged import Timeline, make_batch, run_alone
 
 from engine.network import Network
-from engine.network.attention import output, queries, query_latent, window_row
+from engine.network.attention import output, queries, query_latent, write_window
 from engine.network.block import Residual, after_attention, attention_input, experts
 from engine.network.weights import HyperWeights, LayerWeights, MoeWeights
 from plugins.formats.rows import ValueRows
@@ -174,20 +174,22 @@ def lone_key(network: Network, sink: float) -> tuple[torch.Tensor, torch.Tensor]
     inv_freq = torch.tensor(config.inv_freq(3), dtype=torch.float64)
     eps = config.rms_norm_eps
     u = random_rows(4, config.hidden_size)
-    row = window_row(u, weights, positions, inv_freq, eps)
-    unrotated = window_row(u, weights, torch.zeros_like(positions), inv_freq, eps)
+    every = torch.arange(4)
+    rows, unrotated = (ValueRows(torch.zeros(4, config.head_dim, dtype=u.dtype)) for _ in range(2))
+    write_window(u, weights, positions, inv_freq, rows, every, eps)
+    write_window(u, weights, torch.zeros_like(positions), inv_freq, unrotated, every, eps)
     o = mega_attention(
         queries(query_latent(u, weights, eps), weights, config),
         positions,
         inv_freq,
-        ValueRows(row),
-        torch.arange(4).unsqueeze(1),
+        rows,
+        every.unsqueeze(1),
         None,
         None,
         torch.full_like(weights.sink, sink),
         scale=config.softmax_scale,
     )
-    return o, unrotated
+    return o, unrotated.values
 
 
 def test_inverse_rope_returns_a_lone_key_unrotated(network64: Network) -> None:
