@@ -29,11 +29,8 @@ from engine.network.attention import attention
 from engine.network.block import Residual, after_attention, attention_input
 from engine.network.encoder import Encoder
 from engine.network.rows import SegmentRows
-from plugins.formats.rows import RowStore
-from plugins.indexer import KeySlots, index_scores
 from plugins.mega_mhc import kernel as mhc_kernel
 from plugins.registry import OPERATORS
-from plugins.topk_select import topk_select
 from python_backend.executor.cuda_executor import CudaExecutor
 
 NEW, CACHED, CHUNK = 32_768, 131_072, 8192
@@ -56,7 +53,7 @@ def hit_rows(network: Network, device: str) -> Iterator[Row]:
         steps.forward()
         torch.cuda.synchronize()
     row["operators_ms"] = {name: round(ms, 2) for name, ms in times().items()}
-    with patch.object(selection, "candidate_topk", masked_topk):
+    with patch.object(selection, "candidate_topk", OPERATORS["candidate_topk"].reference):
         row["without_candidates_ms"] = round(steps.served_ms(samples=3), 2)
     with patch.object(network, "_encoder", whole_layer(network._encoder)):
         row["without_trimming_ms"] = round(steps.served_ms(samples=3), 2)
@@ -98,25 +95,6 @@ def timed_operators() -> Iterator[Callable[[], dict[str, float]]]:
         one_pass = timed("mega_mhc", mhc_kernel.mega_mhc)
         stack.enter_context(patch.object(mhc_kernel, "mega_mhc", one_pass))
         yield times
-
-
-def masked_topk(
-    queries: torch.Tensor,
-    head_weights: torch.Tensor,
-    keys: RowStore,
-    key_slots: KeySlots,
-    request: torch.Tensor,
-    num_visible: torch.Tensor,
-    candidates: torch.Tensor,
-    *,
-    k: int,
-    block_size: int,
-    num_blocks: int,
-) -> torch.Tensor:
-    """As candidate_topk, by the scores of all entries."""
-    scores = index_scores(queries, head_weights, keys, key_slots, request, num_visible)
-    inside = candidates.repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
-    return topk_select(scores.masked_fill_(~inside, float("-inf")), k)
 
 
 def whole_layer(encoder: Encoder) -> Encoder:

@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.forward.cases import Request, num_global_pages, parse, prompt_steps, step_of
-from benchmarks.forward.hit import masked_topk
 from benchmarks.forward.run import limits_for, rank_config
-from plugins.formats.rows import ValueRows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,21 +90,3 @@ def test_a_prompt_behind_a_hit_in_chunks() -> None:
     assert [a.write_floor.tolist() for a in arrays] == [[32], [0]]
     assert [a.decoder_floor.tolist() for a in arrays] == [[88], [88]]
     assert [a.wants_logits.tolist() for a in arrays] == [[False], [True]]
-
-
-def test_masked_scores_select_what_candidates_do() -> None:
-    """One query of one head; key j scores j. Blocks 1 and 3; block 0, where two are visible."""
-    mask = torch.tensor([[False, True, False, True], [True, False, False, False]])
-    selected = masked_topk(
-        torch.ones(2, 1, 1),
-        torch.ones(2, 1),
-        ValueRows(torch.arange(10.0).unsqueeze(1)),
-        torch.arange(10).unsqueeze(0),
-        torch.zeros(2, dtype=torch.int64),
-        torch.tensor([10, 2]),
-        mask,
-        k=3,
-        block_size=3,
-        num_blocks=2,
-    )
-    assert selected.tolist() == [[4, 5, 9], [0, 1, -1]]
