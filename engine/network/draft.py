@@ -162,7 +162,7 @@ class Draft:
         previous = anchors
         tokens, confidence = [], []
         for k in range(block):
-            markov = weights.markov_embed[previous]
+            markov = weights.markov_embed[previous].to(dtype)
             previous = (base[:, k] + linear(markov, weights.markov_head)).argmax(dim=-1)
             tokens.append(previous)
             both = torch.cat([hidden[:, k], markov], dim=-1)

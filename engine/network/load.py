@@ -252,7 +252,7 @@ class _Loader:
                 for stage in range(c.num_nextn_predict_layers)
             ),
             norm=self._dense(f"{last}.norm.weight", hidden),
-            markov_embed=self._wide(f"{last}.markov_head.embed.weight", c.vocab_size, rank),
+            markov_embed=self._dense(f"{last}.markov_head.embed.weight", c.vocab_size, rank),
             markov_head=self._linear(f"{last}.markov_head.head", c.vocab_size, rank, self.wide),
             confidence=self._linear(f"{last}.confidence_head.proj", 1, hidden + rank, self.wide),
         )

@@ -2,7 +2,8 @@
 
 Precision: `dtype` is the compute dtype. Mixing matrices, biases, sinks, the gate, the head, the
 pair compressor and the draft's Markov and confidence heads are kept and multiplied in at least
-float32 ("wide"). Tensors may be leaves that require gradients; nothing here copies them again.
+float32 ("wide"); rows of embeddings are widened when they are used. Tensors may be leaves that
+require gradients; nothing here copies them again.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class DraftWeights:
     main_norm: torch.Tensor  # [D]
     stages: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [D]
-    markov_embed: torch.Tensor  # [vocab, rank] wide
+    markov_embed: torch.Tensor  # [vocab, rank]
     markov_head: LinearWeight  # [vocab, rank] wide
     confidence: LinearWeight  # [1, D + rank] wide
 

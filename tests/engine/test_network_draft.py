@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,9 +167,24 @@ def test_a_block_needs_its_later_rows(network64: Network, golden_of: Golden) -> 
     assert (full[0, 0] - cut[0, 0]).abs() > 1e-6
 
 
-def test_a_model_without_draft_stages_says_so(network64: Network) -> None:
-    from dataclasses import replace
+def test_markov_rows_are_widened_for_their_products(
+    network_of: Callable[[torch.dtype], Network], golden_of: Golden
+) -> None:
+    """Kept as the compute dtype, they give what an embedding of float32 gives."""
+    network = network_of(torch.bfloat16)
+    stages = network.weights.draft
+    assert stages is not None
+    widened = replace(stages, markov_embed=stages.markov_embed.float())
+    cache = run_alone(network, Timeline(golden_of(True)["tokens"].tolist()), quantize=True)
+    expected = Network(network.config, replace(network.weights, draft=widened))
+    tokens, confidence = draft(expected, cache, [495], [61])
+    assert confidence.dtype == torch.float32
+    got_tokens, got_confidence = draft(network, cache, [495], [61])
+    assert torch.equal(got_tokens, tokens)
+    assert torch.equal(got_confidence, confidence)
 
+
+def test_a_model_without_draft_stages_says_so(network64: Network) -> None:
     network = Network(network64.config, replace(network64.weights, draft=None))
     assert not network.drafts
     with pytest.raises(ConfigError, match="no draft stages"):

@@ -193,6 +193,9 @@ def test_narrow_dtypes_keep_wide_parts_wide(network_of: Callable[[torch.dtype], 
     assert single.wkv.value.dtype == torch.bfloat16
     assert weights.layers[0].attn_hc.fn.dtype == torch.float32
     assert weights.layers[0].moe.gate.dtype == torch.float32
+    assert weights.draft is not None
+    assert weights.draft.markov_embed.dtype == torch.bfloat16
+    assert weights.draft.markov_head.value.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
