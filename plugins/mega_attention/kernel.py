@@ -25,7 +25,7 @@ from plugins.device.launch import (
     unit_stride,
 )
 from plugins.device.rotation import cos_sin
-from plugins.device.rows import device_rows, load_rows
+from plugins.device.rows import NVFP4, NVFP4_WORDS, device_rows, load_rows
 from plugins.mega_attention import kernel_hopper as hopper
 from plugins.registry import OPERATORS
 
@@ -254,6 +254,9 @@ def mega_attention(
     entry_slots = unit_stride(main_slots) if main_slots is not None and has_main else window_slots
     main_keys = entry_slots.shape[1] if has_main else 0
     pairs, exact = padded(width // 2), q.dtype == torch.float32
+    if exact and main_rows.stored == NVFP4_WORDS.value:
+        # Triton 3.6 multiplies 16 keys read by words wrongly in TF32, on a device only.
+        main_rows = main_rows._replace(stored=NVFP4.value)
     sizes = heads, width, 2 * inv_freq.shape[0]
     slots = (
         window_slots, window_slots.stride(0), window_slots.shape[1],

@@ -64,9 +64,9 @@ def compare(ours: torch.Tensor, operands: dict, heads: range, tolerance: float) 
             )
 
 
-def packed(case: AttentionCase) -> tuple[dict, dict]:
+def packed(case: AttentionCase, dtype: torch.dtype = torch.bfloat16) -> tuple[dict, dict]:
     """Operands over packed pages on the device, and what they stand for."""
-    expected = case.operands(torch.bfloat16)
+    expected = case.operands(dtype)
     operands = moved(expected)
     for name, record, rows in (("window", window_record, 8), ("main", main_record, 5)):
         if expected[name] is not None:
@@ -100,13 +100,14 @@ def test_matches_the_per_head_oracle(case: AttentionCase, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.usefixtures("split_rows")
-def test_packed_pages_of_real_sizes(case: AttentionCase) -> None:
+def test_packed_pages_of_real_sizes(case: AttentionCase, dtype: torch.dtype) -> None:
     """Packed FP8 window rows and FP4 entries, of which only the named ones may be read."""
-    operands, expected = packed(case)
+    operands, expected = packed(case, dtype)
     ours = kernel.mega_attention(**operands)
     heads = range(0, case.heads, max(1, case.heads // 3))
-    compare(ours, expected, heads, TOLERANCE[torch.bfloat16])
+    compare(ours, expected, heads, TOLERANCE[dtype])
 
 
 @pytest.mark.usefixtures("split_rows")
