@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from python_backend.arrivals import Arrivals
 from python_backend.drafting.verification import check_drafts
 from python_backend.kv.groups import IntegrityError
 from python_backend.kv.listener import CacheListener
@@ -79,12 +79,8 @@ class EngineCore:
         self._live: dict[str, TrackedRequest] = {}
         self._compiling: set[TrackedRequest] = set()  # of the live ones, those without a grammar
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._door = threading.Lock()  # between the last look into the inbox and closing it
-        self._closed = False
-        # Requests that the scheduler does not have yet, in the inbox or without a grammar, and
-        # their tokens.
-        self._num_arriving = 0
-        self._arriving_tokens = 0
+        self._arrivals = Arrivals(limits, self._scheduler)
+        self._closed = False  # changed, and the inbox then left alone, behind the arrivals' door
         self._failed_in_a_row = 0
         self._unchecked = False  # something happened since the books were checked
 
@@ -97,11 +93,9 @@ class EngineCore:
         The tokens are copied; the caller's buffer is free when this returns.
         """
         tracked = self._scheduler.track(request)
-        with self._door:
+        with self._arrivals.door:
             self._check_open()
-            self._check_queue(tracked)
-            self._num_arriving += 1
-            self._arriving_tokens += tracked.token_limit
+            self._arrivals.enter(tracked)
             self._inbox.put(tracked)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -114,13 +108,13 @@ class EngineCore:
         """Forget all published pages before the next step; running requests keep theirs. `done` is
         called on the core's thread afterwards, also when it stops. Raises RequestError when it has
         stopped."""
-        with self._door:
+        with self._arrivals.door:
             self._check_open()
             self._inbox.put(_Reset(done))
 
     def stop(self) -> None:
         """Make `run` return after its current step; what still runs ends with an error."""
-        with self._door:
+        with self._arrivals.door:
             self._closed = True
         self._inbox.put(None)
 
@@ -147,25 +141,6 @@ class EngineCore:
                 "shutting_down", "expected a running server, got one that stops; try another"
             )
 
-    def _check_queue(self, tracked: TrackedRequest) -> None:
-        """An empty queue takes any request."""
-        limits, scheduler = self._limits, self._scheduler
-        waiting = scheduler.num_waiting + self._num_arriving
-        num_tokens = scheduler.num_waiting_tokens + self._arriving_tokens
-        if waiting >= limits.max_queued_requests:
-            raise RequestError(
-                "queue_full",
-                f"expected a queue of fewer than {limits.max_queued_requests} requests, got one "
-                "that is full; try again later or another server",
-            )
-        if waiting and num_tokens + tracked.token_limit > limits.max_queued_tokens:
-            raise RequestError(
-                "queue_full",
-                f"expected at most {limits.max_queued_tokens} tokens in the queue, got "
-                f"{num_tokens} and a request of {tracked.token_limit}; try again later or another "
-                "server",
-            )
-
     # -- on the core's thread --------------------------------------------------------------------
 
     def run(self) -> None:
@@ -177,7 +152,7 @@ class EngineCore:
                 self.step()
             self._end_all("shutting_down", "expected to finish, but the server stopped")
         except BaseException:
-            with self._door:
+            with self._arrivals.door:
                 self._closed = True
             self._end_all("core_failed", "expected to finish, but the serving core failed")
             raise
@@ -259,10 +234,8 @@ class EngineCore:
             self._finish(tracked, Delta(NO_TOKENS, tracked.cached_tokens, message.reason))
 
     def _arrived(self, tracked: TrackedRequest) -> None:
-        """Behind adding it, so that it is counted twice for a moment rather than not at all."""
-        with self._door:
-            self._num_arriving -= 1
-            self._arriving_tokens -= tracked.token_limit
+        with self._arrivals.door:
+            self._arrivals.leave(tracked)
 
     def _enqueue(self, tracked: TrackedRequest) -> None:
         request_id = tracked.request.request_id

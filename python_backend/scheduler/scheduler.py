@@ -109,6 +109,10 @@ class Scheduler:
         return self._waiting.num_tokens
 
     @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
     def num_prefilling(self) -> int:
         """Running requests that have more than their newest token to run."""
         remaining = self._slots.num_tokens - self._slots.num_computed

@@ -99,7 +99,7 @@ def test_a_refused_grammar_ends_its_request() -> None:
 
 
 def test_requests_without_a_grammar_fill_the_queue() -> None:
-    core = new_core(limits(max_queued_requests=2))
+    core = new_core(limits(max_batch_size=1, max_queued_requests=1))
     first, grammar = waiting("first")
     core.add_request(first.request)
     core.step()

@@ -39,11 +39,10 @@ def test_a_full_queue_refuses_and_takes_again_when_one_has_left() -> None:
     """One runs, two may wait, wherever they are: in the inbox or in the scheduler's queue."""
     core = new_core(limits(max_batch_size=1, max_queued_requests=2))
     first, second, third, late = (Stream(name, tokens(20, 5), 3) for name in "abcd")
-    core.add_request(first.request)
-    core.add_request(second.request)
-    assert "fewer than 2 requests" in refused(core, third)
-    core.step()  # the first one runs, the second one waits
-    core.add_request(third.request)
+    for stream in (first, second, third):
+        core.add_request(stream.request)
+    assert "fewer than 2 requests" in refused(core, late)
+    core.step()  # the first one runs, the others wait
     refused(core, late)
     core.cancel("b")
     core.step()
@@ -79,10 +78,23 @@ def test_preempted_requests_do_not_corrupt_the_count_of_the_queue() -> None:
         core.add_request(stream.request)
     finish(core)
     assert core.statistics().num_preemptions > 0
-    for i in range(2):
+    for i in range(4 + 2):
         core.add_request(Stream(f"next {i}", tokens(9, 5), 2).request)
-    refused(core, Stream("third", tokens(9, 5), 2))
+    refused(core, Stream("seventh", tokens(9, 5), 2))
     finish(core)
+
+
+def test_who_comes_at_once_for_free_places_does_not_queue() -> None:
+    """Four places and a queue of one, of requests of 40 tokens where 40 may wait: four of five
+    need no queue, though no step has run since they came."""
+    core = new_core(limits(max_queued_requests=1, max_queued_tokens=40))
+    streams = [Stream(str(i), tokens(i, 30), 10) for i in range(5)]
+    for stream in streams:
+        core.add_request(stream.request)
+    refused(core, Stream("sixth", tokens(9, 5), 2))
+    finish(core)
+    for stream in streams:
+        stream.assert_served()
 
 
 def test_an_executor_that_fails_three_times_in_a_row_ends_the_core() -> None:

@@ -1,0 +1,58 @@
+"""The door of a core: who comes in, and who is told that the queue is full.
+
+A request has arrived when it is in the core's inbox or waits for its grammar, until the scheduler
+has it. Its caller's threads are many, so whoever uses this holds `door`.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from python_backend.request import RequestError
+from python_backend.scheduler.scheduler import Scheduler
+from python_backend.scheduler.tracked import TrackedRequest
+from python_backend.settings import CoreLimits
+
+
+class Arrivals:
+    """Counts requests that the scheduler does not have yet, and keeps the queue's limits."""
+
+    def __init__(self, limits: CoreLimits, scheduler: Scheduler) -> None:
+        self.door = threading.Lock()
+        self._limits = limits
+        self._scheduler = scheduler
+        self._num_requests = 0
+        self._num_tokens = 0  # theirs, prompts and outputs that may come
+
+    def enter(self, tracked: TrackedRequest) -> None:
+        """Raises RequestError when the queue is full. Whom the next step can admit is not in it,
+        and an empty queue takes any request."""
+        limits, scheduler = self._limits, self._scheduler
+        queued = scheduler.num_waiting + self._num_requests - self._num_admitted_next
+        num_tokens = scheduler.num_waiting_tokens + self._num_tokens
+        if queued >= limits.max_queued_requests:
+            raise RequestError(
+                "queue_full",
+                f"expected a queue of fewer than {limits.max_queued_requests} requests, got one "
+                "that is full; try again later or another server",
+            )
+        if queued > 0 and num_tokens + tracked.token_limit > limits.max_queued_tokens:
+            raise RequestError(
+                "queue_full",
+                f"expected at most {limits.max_queued_tokens} tokens in the queue, got "
+                f"{num_tokens} and a request of {tracked.token_limit}; try again later or another "
+                "server",
+            )
+        self._num_requests += 1
+        self._num_tokens += tracked.token_limit
+
+    def leave(self, tracked: TrackedRequest) -> None:
+        """When the scheduler has it, so that it is counted twice for a moment rather than never."""
+        self._num_requests -= 1
+        self._num_tokens -= tracked.token_limit
+
+    @property
+    def _num_admitted_next(self) -> int:
+        """How many arrivals a slot waits for; none while others wait for more than a slot. Where
+        pages or rows do not suffice for all of them, as many wait beyond the limit."""
+        return 0 if self._scheduler.num_waiting else self._scheduler.num_free_slots
