@@ -26,7 +26,7 @@ from python_backend.arrivals import Arrivals
 from python_backend.drafting.verification import check_drafts
 from python_backend.kv.groups import IntegrityError
 from python_backend.kv.listener import CacheListener
-from python_backend.request import Delta, FinishReason, Request, RequestError
+from python_backend.request import STOPPED, Delta, FinishReason, Request, RequestError
 from python_backend.scheduler.scheduler import Scheduler, StepOutcome
 from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import TrackedRequest
@@ -81,6 +81,9 @@ class EngineCore:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._arrivals = Arrivals(limits, self._scheduler)
         self._closed = False  # changed, and the inbox then left alone, behind the arrivals' door
+        # Why requests were cancelled, until that is received: a running step may still end them
+        # otherwise, but this is what their clients were told, so it is how they are counted.
+        self._cancelled: dict[str, FinishReason] = {}
         self._failed_in_a_row = 0
         self._unchecked = False  # something happened since the books were checked
 
@@ -99,9 +102,10 @@ class EngineCore:
             self._inbox.put(tracked)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request before the next step. Unknown and finished ids are ignored: a cancel
-        races with the end of its request. STOP is the reason where the receiver has all that it
-        wants, because of a stop string."""
+        """End a request before the next step, and count it by the first reason given. Unknown and
+        finished ids are ignored: a cancel races with the end of its request. STOP is the reason
+        where the receiver has all that it wants, because of a stop string."""
+        self._cancelled.setdefault(request_id, reason)
         self._inbox.put(_Cancellation(request_id, reason))
 
     def reset_prefix_cache(self, done: Callable[[], None]) -> None:
@@ -150,7 +154,7 @@ class EngineCore:
                 if not self.has_work:
                     self.run_when_idle()
                 self.step()
-            self._end_all("shutting_down", "expected to finish, but the server stopped")
+            self._end_all(*STOPPED)
         except BaseException:
             with self._arrivals.door:
                 self._closed = True
@@ -224,14 +228,18 @@ class EngineCore:
             message.done()
         elif isinstance(message, _GrammarSettled):
             self._settle_grammar(message.tracked)
-        elif message is not None and message.request_id in self._live:
-            tracked = self._live[message.request_id]
-            if tracked in self._compiling:
-                self._compiling.remove(tracked)
-                self._arrived(tracked)
-            else:
-                self._scheduler.remove(tracked)
-            self._finish(tracked, Delta(NO_TOKENS, tracked.cached_tokens, message.reason))
+        elif message is not None:
+            if message.request_id in self._live:
+                self._remove(self._live[message.request_id], message.reason)
+            self._cancelled.pop(message.request_id, None)
+
+    def _remove(self, tracked: TrackedRequest, reason: FinishReason) -> None:
+        if tracked in self._compiling:
+            self._compiling.remove(tracked)
+            self._arrived(tracked)
+        else:
+            self._scheduler.remove(tracked)
+        self._finish(tracked, Delta(NO_TOKENS, tracked.cached_tokens, reason))
 
     def _arrived(self, tracked: TrackedRequest) -> None:
         with self._arrivals.door:
@@ -333,10 +341,12 @@ class EngineCore:
     def _finish(self, tracked: TrackedRequest, last: Delta) -> None:
         """Send the last delta of a request that has left the scheduler."""
         assert last.finish_reason is not None
-        del self._live[tracked.request.request_id]
+        request_id = tracked.request.request_id
+        del self._live[request_id]
         statistics = self._scheduler.statistics
-        statistics.num_finished[last.finish_reason] += 1
-        if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        reason = self._cancelled.get(request_id, last.finish_reason)
+        statistics.num_finished[reason] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
             num_output_tokens = tracked.num_tokens - tracked.num_prompt_tokens
             statistics.latencies.answered(
                 tracked.moments, tracked.num_prompt_tokens, num_output_tokens
@@ -364,7 +374,8 @@ class EngineCore:
             elif isinstance(pending, TrackedRequest):
                 waiting.append(pending)
         for tracked in waiting:
-            self._scheduler.statistics.num_finished[FinishReason.ERROR] += 1
+            reason = self._cancelled.get(tracked.request.request_id, FinishReason.ERROR)
+            self._scheduler.statistics.num_finished[reason] += 1
             error = RequestError(code, message)
             self._send(tracked, Delta(NO_TOKENS, tracked.cached_tokens, FinishReason.ERROR, error))
 

@@ -34,6 +34,10 @@ class RequestError(ValueError):
         self.code = code
 
 
+# What a request is told that a stopping server does not let end.
+STOPPED = ("shutting_down", "expected to finish, but the server stopped")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen. Every default changes nothing; python_backend.generation says how.

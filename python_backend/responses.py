@@ -4,6 +4,8 @@ that went away.
 The core's thread only queues deltas, so neither detokenising nor sending delays a step. What waits
 here is bounded: a delta is a response, but where steps are faster than sending, all that waits for
 one sequence becomes one. A slow reader stalls nobody: the server buffers what it has not read yet.
+A request that is late, or whose client left, ends here at once, whatever step runs; the core frees
+its pages when that step has ended, and what it still sends is dropped.
 All sending and watching of a request happens on this one thread, which is why a sender is never
 asked about cancellation after its final response: the server's objects behind it are gone then, and
 asking crashes the server.
@@ -63,7 +65,6 @@ class ResponseStream:
     session_id: str = ""
     seconds: float | None = None  # that it may take
     opened_at: float = field(default_factory=time.monotonic)
-    cancelling: bool = False
     closed: bool = False
     # With the number of their sequence; the core's thread appends, the responder's takes.
     waiting: deque[tuple[int, Delta]] = field(default_factory=deque)
@@ -123,6 +124,11 @@ class Responder:
         """Streams that still wait for their final response."""
         return len(self._open)
 
+    def end_all(self, error: RequestError) -> None:
+        """Give every open stream this as its final response. From `tick` only."""
+        for stream in list(self._open.values()):
+            self._end(stream, FinishReason.ERROR, error)
+
     def close(self) -> None:
         """Return when every open stream has had its final response."""
         self._queue.put(None)
@@ -160,17 +166,18 @@ class Responder:
             self._tick()
         for _ in range(min(_CHECKS_BETWEEN_SENDS, len(self._unasked))):
             stream = self._unasked.pop()
-            if stream.closed or stream.cancelling:
+            if stream.closed:
                 continue
             if stream.reply.is_cancelled():
-                self._cancel_all(stream, FinishReason.CANCELLED)
+                cancelled = RequestError("cancelled", "the client cancelled the request")
+                self._end(stream, FinishReason.CANCELLED, cancelled)
             elif stream.is_late:
-                self._cancel_all(stream, FinishReason.TIMEOUT)
+                self._end(stream, FinishReason.TIMEOUT, stream.late())
 
     def _answer_joined(self, stream: ResponseStream) -> None:
         """All that waits, one response for each sequence; errors come behind what was made."""
         taken = [stream.waiting.popleft() for _ in range(len(stream.waiting))]
-        errors = [place for place, (_, delta) in enumerate(taken) if _is_error(delta)]
+        errors = [place for place, (_, delta) in enumerate(taken) if delta.error is not None]
         made = taken[: errors[0]] if errors else taken
         last = {index: place for place, (index, _) in enumerate(made)}
         for place, (index, delta) in enumerate(taken):
@@ -184,21 +191,16 @@ class Responder:
             return
         try:
             if delta.error is not None:
-                self._end(stream, delta, delta.error)
-            elif delta.finish_reason == FinishReason.TIMEOUT:
-                self._end(stream, delta, stream.late())
-            elif delta.finish_reason == FinishReason.CANCELLED:
-                cancelled = RequestError("cancelled", "the client cancelled the request")
-                self._end(stream, delta, cancelled)
+                self._end(stream, FinishReason.ERROR, delta.error)
             else:
                 self._send(stream, stream.sequences[index], delta, more=more)
         except RequestError as error:
-            self._end(stream, delta, error)
+            self._end(stream, FinishReason.ERROR, error)
         except Exception as problem:
             logger.exception("response_failed", extra=fields(request_id=stream.request_id))
             failed = RequestError("internal", f"expected to send the answer, but {problem}")
             with contextlib.suppress(Exception):  # it may be the line that is broken
-                self._end(stream, delta, failed)
+                self._end(stream, FinishReason.ERROR, failed)
 
     def _send(
         self, stream: ResponseStream, sequence: AnswerSequence, delta: Delta, *, more: bool
@@ -210,7 +212,7 @@ class Responder:
         delta, outputs = sequence.take(delta, more=more)
         final = all(each.ended for each in stream.sequences)
         if final:
-            self._close(stream, delta)
+            self._close(stream, delta.finish_reason)
         if sequence.ended and not is_last:
             self._cancel(sequence.key, FinishReason.STOP)
         if stream.begin_others is not None and len(delta.output_ids):
@@ -219,20 +221,21 @@ class Responder:
         if outputs is not None:
             stream.reply.send(outputs, final=final)
 
-    def _end(self, stream: ResponseStream, delta: Delta, error: RequestError) -> None:
-        """All sequences, with an error that is the final response."""
+    def _end(self, stream: ResponseStream, reason: FinishReason, error: RequestError) -> None:
+        """All sequences, with an error that is the final response. What the core does not know, or
+        no more, it ignores."""
         if not stream.closed:
-            self._close(stream, delta)
-        self._cancel_all(stream, FinishReason.CANCELLED)
-        stream.reply.fail(error)
-
-    def _cancel_all(self, stream: ResponseStream, reason: FinishReason) -> None:
-        """What the core does not know, or no more, it ignores."""
-        stream.cancelling = True
+            self._close(stream, reason, error)
         for sequence in stream.sequences:
             self._cancel(sequence.key, reason)
+        stream.reply.fail(error)
 
-    def _close(self, stream: ResponseStream, delta: Delta) -> None:
+    def _close(
+        self,
+        stream: ResponseStream,
+        reason: FinishReason | None,
+        error: RequestError | None = None,
+    ) -> None:
         """Before the final response, so that the watcher can never ask after it."""
         stream.closed = True
         del self._open[stream.key]
@@ -245,8 +248,8 @@ class Responder:
                 request_id=stream.request_id,
                 key=stream.key,
                 session_id=stream.session_id or None,
-                finish_reason=delta.finish_reason,
-                error=None if delta.error is None else str(delta.error),
+                finish_reason=reason,
+                error=str(error) if reason == FinishReason.ERROR else None,
                 num_sequences=len(sequences),
                 num_input_tokens=sequences[0].num_input_tokens,
                 cached_tokens=sequences[0].cached_tokens,
@@ -255,11 +258,3 @@ class Responder:
                 seconds=round(now - stream.opened_at, 4),
             ),
         )
-
-
-def _is_error(delta: Delta) -> bool:
-    """Whether it ends all sequences, with an error as the final response."""
-    return delta.error is not None or delta.finish_reason in (
-        FinishReason.TIMEOUT,
-        FinishReason.CANCELLED,
-    )

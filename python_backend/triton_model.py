@@ -30,7 +30,7 @@ from python_backend.logs import fields
 from python_backend.long_texts import LongTexts, are_long, copied
 from python_backend.metrics.catalogue import Snapshot, catalogue
 from python_backend.metrics.publisher import Publisher
-from python_backend.request import RequestError
+from python_backend.request import STOPPED, RequestError
 from python_backend.responses import Responder
 from python_backend.sequence import Outputs
 from python_backend.service import ServedModel
@@ -212,6 +212,7 @@ class TritonPythonModel:
             self._drain_file = None
         elif time.monotonic() >= self._drain_until:
             self._model.core.stop()
+            self._responder.end_all(RequestError(*STOPPED))  # a step may run for long
 
 
 class _TritonReply:

@@ -32,7 +32,7 @@ EXIT_SECONDS = 2  # the server's wait for connections that clients keep open wit
 _KILL_SECONDS = 15.0
 # A gRPC client that hangs up while its last response, an error, is on the way can leave a request
 # behind in this server (2.51), which then never unloads the model. When the model says that every
-# request has its last response, unloading gets so long.
+# request has its last response, unloading gets so long; a step that still runs gets no longer.
 _LEFT_BEHIND_SECONDS = 3.0
 _POLL_SECONDS = 0.1
 _MOST_PING_SECONDS = 20.0  # that a gRPC client may take to answer one

@@ -172,6 +172,29 @@ def test_a_waiting_request_can_be_cancelled_and_the_queue_moves_on() -> None:
     streams[2].assert_served()
 
 
+def test_who_is_cancelled_in_the_step_that_ends_it_is_counted_as_cancelled() -> None:
+    """Its client was told so while the step ran."""
+
+    class Leaving(SimulatedExecutor):
+        def run(self, plan: StepPlan) -> StepResult:
+            core.cancel("late", FinishReason.TIMEOUT)
+            core.cancel("late")
+            return super().run(plan)
+
+    bounds = limits()
+    core = EngineCore(Leaving(bounds), bounds)
+    late, other = Stream("late", tokens(6, 10), 1), Stream("other", tokens(7, 10), 3)
+    core.add_request(late.request)
+    serve(core, other)
+    other.assert_served()
+    statistics = core.statistics()
+    assert {reason: n for reason, n in statistics.num_finished.items() if n} == {
+        FinishReason.TIMEOUT: 1,
+        FinishReason.LENGTH: 1,
+    }
+    assert statistics.num_global_pages_used == 0
+
+
 def test_late_and_unknown_cancels_are_ignored() -> None:
     core = new_core(limits())
     stream = Stream("a", tokens(10, 20), 3)

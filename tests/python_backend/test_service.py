@@ -299,11 +299,11 @@ def test_a_sequence_that_fails_ends_the_others() -> None:
     error = RequestError("executor_failed", "expected a step to run, but it failed")
     no_ids = np.empty(0, np.int32)
     responder.deliver(stream, 1, Delta(no_ids, 0, FinishReason.ERROR, error))
-    responder.deliver(stream, 0, Delta(no_ids, 0, FinishReason.CANCELLED))
+    responder.deliver(stream, 0, Delta(no_ids, 0, FinishReason.ERROR))
     assert client.ended.wait(10)
     responder.close()
     assert client.errors == [error]
-    assert cancelled == [("k0", FinishReason.CANCELLED), ("k1", FinishReason.CANCELLED)]
+    assert cancelled == [("k0", FinishReason.ERROR), ("k1", FinishReason.ERROR)]
     assert client.wrongs == []
 
 

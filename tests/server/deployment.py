@@ -105,6 +105,24 @@ class Deployment:
             reader.start()
 
     @staticmethod
+    def with_faults(
+        engine: Path, root: Path, *options: str, fault_token: int, slow_token: int = -1
+    ) -> Deployment:
+        """This project, in `root`, with the model of benchmarks/load/faulty_model."""
+        for name in ("plugins", "engine", "python_backend"):
+            (root / name).symlink_to(ROOT / name)
+        version = root / "model_repository" / MODEL / "1"
+        version.mkdir(parents=True)
+        faulty = ROOT / "benchmarks" / "load" / "faulty_model" / "model.py"
+        (version / "model.py").symlink_to(faulty)
+        config = ROOT / "model_repository" / MODEL / "config.pbtxt"
+        (version.parent / "config.pbtxt").symlink_to(config)
+        (root / ".venv").symlink_to(sys.prefix)
+        orders = {"DSV41_FAULT_TOKEN": str(fault_token), "DSV41_SLOW_TOKEN": str(slow_token)}
+        environment = orders | {"PYTHONPATH": str(root)}
+        return Deployment(engine, *options, root=root, environment=environment)
+
+    @staticmethod
     def _read(pipe: Any, keep: Any) -> None:
         for line in pipe:
             keep(line.rstrip("\n"))

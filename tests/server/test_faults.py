@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.server.deployment import (
     GOLDEN,
     MODEL,
     PROMPT,
-    ROOT,
     Deployment,
     EventStream,
     RefusedError,
@@ -37,23 +35,13 @@ REPLAYED: list[int] = GOLDEN["greedy_from_20_replay"].tolist()
 
 @pytest.fixture(scope="module")
 def server(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """This project with the model of benchmarks/load/faulty_model, for two requests at once and a
-    queue of three."""
-    root = tmp_path_factory.mktemp("faulty")
-    for name in ("plugins", "engine", "python_backend"):
-        (root / name).symlink_to(ROOT / name)
-    version = root / "model_repository" / "deepseek_v41" / "1"
-    version.mkdir(parents=True)
-    (version / "model.py").symlink_to(ROOT / "benchmarks" / "load" / "faulty_model" / "model.py")
-    config = ROOT / "model_repository" / "deepseek_v41" / "config.pbtxt"
-    (version.parent / "config.pbtxt").symlink_to(config)
-    (root / ".venv").symlink_to(sys.prefix)
-    deployment = Deployment(
+    """For two requests at once and a queue of three."""
+    deployment = Deployment.with_faults(
         engine,
+        tmp_path_factory.mktemp("faulty"),
         *("--dtype=float64", "--global-page-tokens=32"),
         *("--max-batch-size=2", "--max-queued-requests=3"),
-        root=root,
-        environment={"DSV41_FAULT_TOKEN": str(FAULT), "PYTHONPATH": str(root)},
+        fault_token=FAULT,
     )
     try:
         yield deployment.wait_until_ready()

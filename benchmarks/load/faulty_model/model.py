@@ -1,7 +1,9 @@
-"""The served model with a fault to order: a step fails when a prompt that begins with the token of
-the parameter DSV41_FAULT_TOKEN (an environment variable) has its first row in it."""
+"""The served model with faults to order, by the first token of a prompt that has its first row in a
+step: the token of DSV41_FAULT_TOKEN (an environment variable) makes the step fail, the token of
+DSV41_SLOW_TOKEN makes it take so many seconds longer as the prompt's second token says."""
 
 import os
+import time
 
 import numpy as np
 
@@ -12,14 +14,18 @@ from python_backend.triton_model import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 
 FAULT_TOKEN = int(os.environ["DSV41_FAULT_TOKEN"])
+SLOW_TOKEN = int(os.environ.get("DSV41_SLOW_TOKEN", "-1"))
 run = TorchExecutor.run
 
 
-def run_or_fail(self: TorchExecutor, plan: StepPlan) -> StepResult:
-    first = plan.arrays.tokens[plan.arrays.query_start[:-1]]
-    if np.any((first == FAULT_TOKEN) & (plan.arrays.first_position == 0)):
+def run_as_ordered(self: TorchExecutor, plan: StepPlan) -> StepResult:
+    tokens, begins = plan.arrays.tokens, plan.arrays.query_start[:-1]
+    begins = begins[plan.arrays.first_position == 0]
+    if np.any(tokens[begins] == FAULT_TOKEN):
         raise RuntimeError("a fault was ordered")
+    seconds = tokens[begins[tokens[begins] == SLOW_TOKEN] + 1]
+    time.sleep(int(seconds.max(initial=0)))
     return run(self, plan)
 
 
-TorchExecutor.run = run_or_fail  # type: ignore[method-assign]
+TorchExecutor.run = run_as_ordered  # type: ignore[method-assign]
