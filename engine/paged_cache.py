@@ -216,15 +216,19 @@ class PagedCache:
         rows, table = self._pools.layout.global_page_tokens // ratio, self._tables.global_pages
         if not runs_kernels(table):
             return every_entry(self, ratio, num_requests, num_entries, table.device)
-        first = torch.where(table > 0, table.long() * rows, -1)
-        beyond = max(0, -(-num_entries // rows) - table.shape[1])
-        if beyond:
-            first = torch.nn.functional.pad(first, (0, beyond), value=-1)
-        return PagedSlots(first, rows, num_entries)
+        from plugins.device.pages import first_slots
+
+        width = max(table.shape[1], -(-num_entries // rows))
+        return PagedSlots(first_slots(table, rows, width), rows, num_entries)
 
     def tail_slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        capacity = self.tail_capacity
-        ring = self._tables.slots[request].long() * capacity + position % capacity
+        capacity, slots = self.tail_capacity, self._tables.slots
+        if runs_kernels(slots):
+            from plugins.device.pages import tail_slots
+
+            made: torch.Tensor = tail_slots(slots, request, position, capacity)
+            return made
+        ring = slots[request].long() * capacity + position % capacity
         return torch.where(position >= 0, ring, -1)
 
 

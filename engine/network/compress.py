@@ -37,9 +37,7 @@ def compress(
     else:
         ratio, latent = 2, _pooled(u, source, weights, weights.wgate, rows, cache)
     latent = rms_norm(latent, weights.norm, eps)
-    # An entry stands at the position of its group's first token.
-    positions = rows.positions - (ratio - 1)
-    slots = rows.entry_write[ratio]
+    positions, slots = rows.entry_position[ratio], rows.entry_write[ratio]
     rotated_write(latent, None, positions, inv_freq, cache.main(source), slots, eps=eps)
     keys, norm = linear(latent, weights.index_wk), weights.index_norm
     rotated_write(keys, norm, positions, inv_freq, cache.index(source), slots, eps=eps)

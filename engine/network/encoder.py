@@ -25,7 +25,7 @@ from engine.network.block import (
 from engine.network.compress import compress
 from engine.network.engram import EngramHash, EngramMemories, inject
 from engine.network.rope import RopeTables
-from engine.network.rows import CompressRows, SegmentRows
+from engine.network.rows import CompressRows, SegmentRows, decoder_rows
 from engine.network.select import Selection
 from engine.network.weights import NetworkWeights
 
@@ -76,7 +76,8 @@ class Encoder:
         residual = written(self._inject(layer, state, engram, rows))
         u = collapse(residual, layers[layer].attn_norm, config)
         self._compress(layer, u, entry_rows, cache)
-        return residual.rows(batch.decoder_rows)
+        kept = decoder_rows(batch)
+        return residual if kept is None else residual.rows(kept)
 
     def _inject(
         self,

@@ -10,6 +10,7 @@ from engine.batch import RaggedBatch
 from engine.cache_view import CacheView
 from engine.config import ModelConfig
 from plugins.indexer import KeySlots
+from plugins.row_numbers import entry_numbers, window_numbers
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,28 @@ class SegmentRows:
     window_write: torch.Tensor  # [T] slot of the row's own window row
     window_keys: torch.Tensor  # [T, W] its window, oldest first, −1 below the floor
     key_slots: dict[int, KeySlots]  # ratio → [R, n] slots of every entry a row may see
+    num_visible: dict[int, torch.Tensor]  # ratio → [T] how many entries the row sees
     is_image: torch.Tensor | None  # [T] bool, None where the model has no image token
 
     @staticmethod
     def of_encoder(batch: RaggedBatch, cache: CacheView, config: ModelConfig) -> SegmentRows:
         """All rows of the step."""
         layers = range(config.decoder_start)
-        return _segment(batch, slice(None), batch.encoder_floor, layers, cache, config)
+        return _segment(batch, None, batch.encoder_floor, layers, cache, config)
 
     @staticmethod
     def of_decoder(batch: RaggedBatch, cache: CacheView, config: ModelConfig) -> SegmentRows:
         """The rows that run through the decoder."""
         layers = range(config.decoder_start, config.num_hidden_layers)
-        return _segment(batch, batch.decoder_rows, batch.decoder_floor, layers, cache, config)
+        return _segment(batch, decoder_rows(batch), batch.decoder_floor, layers, cache, config)
+
+
+def decoder_rows(batch: RaggedBatch) -> torch.Tensor | None:
+    """The rows that run through the decoder, None for all of them: what decodes needs no gathering.
+    A traced graph gathers always, because its sizes are not known."""
+    rows = batch.decoder_rows
+    is_all = not torch.compiler.is_exporting() and rows.shape[0] == batch.num_rows
+    return None if is_all else rows
 
 
 def window_keys(
@@ -47,15 +57,13 @@ def window_keys(
 
     position, request [T]; floor [T] is the lowest position that the row may read.
     """
-    behind = torch.arange(1 - window, 1, device=position.device)
-    keys = position.unsqueeze(-1) + behind
-    slots = cache.window_slots(request.unsqueeze(-1), keys)
-    return torch.where(keys >= floor.unsqueeze(-1), slots, -1)
+    keys = window_numbers(position, floor, window).keys
+    return cache.window_slots(request.unsqueeze(-1), keys)
 
 
 def _segment(
     batch: RaggedBatch,
-    kept: torch.Tensor | slice,
+    kept: torch.Tensor | None,
     floor: torch.Tensor,
     layers: range,
     cache: CacheView,
@@ -64,16 +72,26 @@ def _segment(
     def key_slots(ratio: int) -> KeySlots:
         return cache.key_slots(ratio, batch.num_requests, batch.max_context // ratio)
 
-    ratios = {config.ratio(layer) for layer in layers if config.is_index_source(layer)}
-    positions, request = batch.positions[kept], batch.request[kept]
-    image = config.image_token_id
+    ratios = sorted({config.ratio(layer) for layer in layers if config.is_index_source(layer)})
+    positions, request, tokens = batch.positions, batch.request, batch.tokens
+    if kept is not None:
+        positions, request, tokens = positions[kept], request[kept], tokens[kept]
+    numbers = window_numbers(
+        positions,
+        floor[request],
+        config.sliding_window,
+        ratios=ratios,
+        tokens=tokens,
+        token=config.image_token_id,
+    )
     return SegmentRows(
         positions=positions,
         request=request,
         window_write=cache.window_slots(request, positions),
-        window_keys=window_keys(positions, request, floor[request], cache, config.sliding_window),
-        key_slots={ratio: key_slots(ratio) for ratio in sorted(ratios)},
-        is_image=None if image is None else batch.tokens[kept] == image,
+        window_keys=cache.window_slots(request.unsqueeze(-1), numbers.keys),
+        key_slots={ratio: key_slots(ratio) for ratio in ratios},
+        num_visible=numbers.visible,
+        is_image=numbers.is_token,
     )
 
 
@@ -81,8 +99,9 @@ def _segment(
 class CompressRows:
     """Where the encoder's rows put compressed entries and compressor rows."""
 
-    positions: torch.Tensor  # [T]
     request: torch.Tensor  # [T]
+    # ratio → [T] position of the first token of the entry that the row would close, where it stands
+    entry_position: dict[int, torch.Tensor]
     entry_write: dict[int, torch.Tensor]  # ratio → [T] slot of the entry that the row closes
     is_first: torch.Tensor  # [T] the row before it is not in the batch
     tail_read: torch.Tensor  # [R] tail slot of the position before the request's first row
@@ -90,26 +109,28 @@ class CompressRows:
 
     @staticmethod
     def of(batch: RaggedBatch, cache: CacheView, config: ModelConfig) -> CompressRows:
-        positions, request = batch.positions, batch.request
-        row = torch.arange(batch.num_rows, device=positions.device)
-        first_row, end_row = batch.query_start[:-1], batch.query_start[1:]
-
-        def entry_write(ratio: int) -> torch.Tensor:
-            closes = (positions + 1) % ratio == 0
-            owned = positions >= batch.write_floor[request]
-            slots = cache.entry_slots(ratio, request, positions // ratio)
-            return torch.where(closes & owned, slots, -1)
-
-        newest = row >= (end_row - cache.tail_capacity)[request]
-        ratios = {config.ratio(source) for source in config.kv_source_layer_ids}
-        return CompressRows(
-            positions=positions,
-            request=request,
-            entry_write={ratio: entry_write(ratio) for ratio in sorted(ratios)},
-            is_first=row == first_row[request],
-            tail_read=cache.tail_slots(
-                torch.arange(batch.num_requests, device=positions.device),
-                positions[first_row] - 1,
-            ),
-            tail_write=torch.where(newest, cache.tail_slots(request, positions), -1),
+        ratios = sorted({config.ratio(source) for source in config.kv_source_layer_ids})
+        numbers = entry_numbers(
+            batch.positions,
+            batch.request,
+            batch.query_start,
+            batch.write_floor,
+            ratios=ratios,
+            capacity=cache.tail_capacity,
         )
+        requests = torch.arange(batch.num_requests, device=batch.positions.device)
+        return CompressRows(
+            request=batch.request,
+            entry_position={ratio: _behind(batch.positions, ratio - 1) for ratio in ratios},
+            entry_write={
+                ratio: cache.entry_slots(ratio, batch.request, entries)
+                for ratio, entries in numbers.entries.items()
+            },
+            is_first=numbers.is_first,
+            tail_read=cache.tail_slots(requests, numbers.before),
+            tail_write=cache.tail_slots(batch.request, numbers.newest),
+        )
+
+
+def _behind(positions: torch.Tensor, tokens: int) -> torch.Tensor:
+    return positions - tokens if tokens else positions

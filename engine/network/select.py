@@ -16,9 +16,8 @@ from engine.config import ModelConfig
 from engine.network.rows import SegmentRows
 from engine.network.weights import IndexerWeights
 from plugins.formats.rows import RowStore
-from plugins.indexer import KeySlots, candidate_topk, index_scores, round_queries
+from plugins.indexer import KeySlots, candidate_topk, index_queries, index_scores
 from plugins.linear import linear
-from plugins.rope import apply_rope
 from plugins.topk_select import candidate_blocks, topk_select
 
 
@@ -48,7 +47,7 @@ def select(
     """
     ratio = config.ratio(layer)
     num_entries = rows.key_slots[ratio].shape[1]
-    num_visible = (rows.positions + 1) // ratio
+    num_visible = rows.num_visible[ratio]
     candidates = published.candidates if published is not None else None
     if num_entries <= config.index_topk:
         entry = torch.arange(num_entries, device=u.device)
@@ -86,15 +85,19 @@ def _scored(
     ratio, source = config.ratio(layer), config.kv_source(layer)
     assert source is not None, "an index source has a KV source"
     queries = torch.unflatten(linear(q_latent, weights.wq_b), -1, (heads, width))
-    queries = apply_rope(queries, rows.positions, inv_freq)
-    if cache.index_layout is not None:
-        queries = round_queries(queries, cache.index_layout)
-    head_weights = linear(u, weights.weights_proj) * (width**-0.5 * heads**-0.5)
+    queries, head_weights = index_queries(
+        queries,
+        linear(u, weights.weights_proj),
+        rows.positions,
+        inv_freq,
+        cache.index_layout,
+        scale=width**-0.5 * heads**-0.5,
+    )
     return (
         queries,
         head_weights,
         cache.index(source),
         rows.key_slots[ratio],
         rows.request,
-        (rows.positions + 1) // ratio,
+        rows.num_visible[ratio],
     )

@@ -59,6 +59,28 @@ def _codes(values, bits, scale_byte, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _values(code, scale_byte, FORMAT: tl.constexpr):
+    """What codes [groups, n] stand for, in float32."""
+    if FORMAT == MXFP8:
+        return e4m3(code) * E4M3_UNIT * e8m0_scale(scale_byte)[:, None]
+    scale = e4m3_scale(scale_byte) if FORMAT == NVFP4 else e8m0_scale(scale_byte)
+    low, _high = e2m1_pair(code)
+    return low * E2M1_UNIT * scale[:, None]
+
+
+@triton.jit
+def rounded_groups(value, FORMAT: tl.constexpr):
+    """value [N, WIDTH] as it would be read back from rows in the format, in float32."""
+    GROUP: tl.constexpr = 16 if FORMAT == NVFP4 else 32
+    groups = value.to(tl.float32).reshape(value.numel // GROUP, GROUP)
+    bits = groups.to(tl.int32, bitcast=True)
+    scale_byte = _group_scale(tl.max(bits & 0x7FFFFFFF, axis=1), FORMAT)
+    return _values(_codes(groups, bits, scale_byte, FORMAT), scale_byte, FORMAT).reshape(
+        value.shape
+    )
+
+
+@triton.jit
 def _write_row(
     value, target, STORED: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -78,12 +100,7 @@ def _write_row(
         scale_byte = _group_scale(tl.max(bits & 0x7FFFFFFF, axis=1), FORMAT)
         code = _codes(value, bits, scale_byte, FORMAT)
         if STORED == VALUES:
-            if FORMAT == MXFP8:
-                rounded = e4m3(code) * E4M3_UNIT * e8m0_scale(scale_byte)[:, None]
-            else:
-                scale = e4m3_scale(scale_byte) if FORMAT == NVFP4 else e8m0_scale(scale_byte)
-                low, _high = e2m1_pair(code)
-                rounded = low * E2M1_UNIT * scale[:, None]
+            rounded = _values(code, scale_byte, FORMAT)
             tl.store(target + column, rounded.to(target.dtype.element_ty), mask=there)
         else:
             if FORMAT == MXFP8:

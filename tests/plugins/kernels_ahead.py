@@ -19,13 +19,14 @@ import torch
 import triton.language as tl
 
 from plugins.compressor import kernel as compressor
-from plugins.device import pages
+from plugins.device import pages, row_numbers
 from plugins.device.ahead import compile_kernel
 from plugins.device.launch import Limits
 from plugins.engram import kernel as engram
 from plugins.indexer import kernel as indexer
 from plugins.indexer import kernel_candidates as candidates
 from plugins.indexer import kernel_float8 as float8
+from plugins.indexer import kernel_queries as index_queries
 from plugins.kv_write import kernel as kv_write
 from plugins.linear import kernel as linear
 from plugins.linear import kernel_planes as planes
@@ -122,6 +123,35 @@ ENGRAM = {
 
 # Name, kernel, arguments, constants, warps, and where a launch sets them, stages.
 Kernels = list[tuple[str, Any, dict[str, str], dict[str, Any], int, *tuple[int, ...]]]
+
+
+def row_kernels() -> Kernels:
+    """Those of a step's rows, and of index queries."""
+    rows = {
+        **WRITE, "positions": "*i64", "floor": "*i64", "tokens": "*i64", "keys": "*i64",
+        "first_visible": "*i64", "second_visible": "*i64", "is_token": "*u8", "token": "i32",
+        "owners": "*i64", "query_start": "*i64", "write_floor": "*i64", "first_entries": "*i64",
+        "second_entries": "*i64", "newest": "*i64", "before": "*i64", "num_rows": "i32",
+        "num_requests": "i32", "capacity": "i32", "table": "*i32", "table_stride": STRIDE,
+        "columns": "i32", "first": "*i64", "width": "i32", "numel": "i32", "tail": "*i64",
+    }  # fmt: skip
+    both = {"FIRST": 1, "SECOND": 2}
+    window = {**both, "WINDOW": 128, "PADDED": 128, "TOKENS": True}
+    queries = {
+        **INDEXER, "positions": "*i64", "inv_freq": "*fp64", "turned_queries": "*bf16",
+        "scaled_weights": "*bf16", "scale": "fp32",
+    }  # fmt: skip
+    turned = {
+        "H": 32, "WIDTH": 128, "ROTATED": 64, "PAIRS": 64, "FORMAT": 3, "HEADS": 4,
+        "PADDED_HEADS": 32, "OVERLAP": True,
+    }  # fmt: skip
+    return [
+        ("window numbers", row_numbers._window_numbers, rows, window, 1),
+        ("entry numbers", row_numbers._entry_numbers, rows, {**both, "TILE": 128}, 4),
+        ("first slots", pages._first_slots, rows, {"ROWS": 128, "TILE": 512}, 4),
+        ("tail slots", pages._tail_slots, rows, {"CAPACITY": 8, "TILE": 512}, 4),
+        ("queries", index_queries._index_queries, queries, turned, 4),
+    ]
 
 
 def linear_kernels(device: Limits) -> Kernels:
@@ -293,6 +323,7 @@ def kernels(device: Limits) -> Kernels:
             {**WRITE, "table": "*i32", "table_stride": STRIDE, "columns": "i32", "numel": "i32",
              "positions": "*i64", "width": "i32"}, {"ROWS": 128, "RING": True, "TILE": 512}, 4,
         ),
+        *row_kernels(),
         ("pool", compressor._pool_pairs, WRITE, {"WIDTH": 512, "TILE": 512}, 4),
         (
             "previous", compressor._previous_rows, WRITE,

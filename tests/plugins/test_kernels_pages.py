@@ -31,3 +31,16 @@ def test_slots_of_rows(shape: tuple[int, ...], rows: int, ring: bool) -> None:
         column = at // rows % columns if ring else at // rows
         page = int(table[r, column]) if at >= 0 and column < columns else 0
         assert found == (page * rows + at % rows if page else -1)
+
+
+def test_first_slots_of_pages() -> None:
+    table = torch.tensor([[3, 0, 1, 9], [0, 2, 5, 9]], dtype=torch.int32)[:, :3]
+    ours = pages.first_slots(table.to(DEVICE), 4, 5)
+    assert ours.tolist() == [[12, -1, 4, -1, -1], [-1, 8, 20, -1, -1]]
+
+
+def test_tail_slots_are_a_ring_of_the_slot() -> None:
+    slots, request = torch.tensor([2, 0]), torch.tensor([0, 1, 1, 0])
+    position = torch.tensor([0, 9, -1, 7])
+    ours = pages.tail_slots(slots.to(DEVICE), request.to(DEVICE), position.to(DEVICE), 4)
+    assert ours.tolist() == [8, 1, -1, 11]
