@@ -67,11 +67,12 @@ def _list(
             equal = (kept & ((score >= bound(high)) == 0)).to(tl.int32)
             kept = kept & ((equal == 0) | (taken + tl.cumsum(equal, axis=0) <= room))
             taken += tl.sum(equal)
-        at = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        fits = kept & (at < LIST)
+        reach = count + tl.cumsum(kept.to(tl.int32), axis=0)
+        fits = kept & (reach <= LIST)
         # For the layout only: without it the addresses change places with the loads' threads. The
-        # mask has no runs, so every store stays by itself.
-        at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
+        # mask has no runs, so every store stays by itself. `at` must not be compared: the compiler
+        # would do it once for four of them.
+        at = tl.max_contiguous(tl.multiple_of(reach - 1, 4), 4)
         tl.store(list_scores + at, score, mask=fits)
         tl.store(list_columns + at, place, mask=fits)
         count += tl.sum(kept.to(tl.int32))
