@@ -113,10 +113,18 @@ def _plan_backend(build: BuildConfig) -> PlanBackend:
 
 
 def check_output(output: Path) -> None:
-    """Raise ConfigError unless `output` is free: absent, or an empty directory."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    """Raise ConfigError unless `output` is free: absent, or an empty directory that the whole one
+    can be renamed to."""
+    if not output.exists():
+        return
+    if not output.is_dir() or any(output.iterdir()):
         raise ConfigError(
             f"output_dir: {output} already exists and is not empty; remove it or choose another"
+        )
+    if output.is_mount() or output.samefile(Path.cwd()):
+        raise ConfigError(
+            f"output_dir: {output} is the current directory or a mount point, which no directory "
+            "can be renamed to; name a new one in it"
         )
 
 

@@ -202,6 +202,31 @@ def test_output_that_is_taken(
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
+def test_output_that_cannot_be_renamed_to(
+    small_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Told before the work: at its end rename(2) answers EBUSY."""
+    commands = [
+        ["engine", "--checkpoint_dir", str(small_dir)],
+        ["quantize", "--checkpoint_dir", str(small_dir), "--format", "as-released"],
+        ["init", "--config", "tiny"],
+    ]
+    (tmp_path / "volume").mkdir()
+    monkeypatch.chdir(tmp_path / "volume")
+    for command in commands:
+        assert main([*command, "--output_dir", "."]) == 1
+        assert "current directory or a mount point" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
+    for command in commands:
+        assert main([*command, "--output_dir", "volume"]) == 1
+        assert "current directory or a mount point" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["volume"]
+
+
 @pytest.mark.parametrize(
     ("options", "mentions"),
     [
