@@ -141,6 +141,8 @@ class _Run:
     ) -> None:
         self.source = checkpoint.source
         self.jobs = jobs
+        # Scales of one layout of ModelOpt's may have the names of another's.
+        self.made = {name for job in jobs.values() for name in job.stored}
         self.scales = {f"{name}.input_scale": scale for name, scale in scales.items()}
         self.progress = progress
         self.amax: dict[str, float] = {}
@@ -158,7 +160,7 @@ class _Run:
                     self._convert(writer, job, totals.setdefault(title, ClassTotals()))
                 elif name in self.scales:
                     writer.write(name, torch.tensor(self.scales[name], dtype=torch.float32))
-                elif name in self.source:
+                elif name not in self.made:
                     self._copy(writer, name)
         classes = {title: asdict(total) for title, total in totals.items()}
         sums = {"classes": classes, "huge": list(self.huge)}

@@ -14,7 +14,7 @@ from builder.checkpoint import Checkpoint
 from builder.cli import main
 from builder.progress import Progress
 from builder.quantization.quantize import quantize_checkpoint
-from builder.quantization.recipe import CLASSES
+from builder.quantization.recipe import CLASSES, Target
 from engine.directory import Engine
 from engine.safetensors_file import SafetensorsFile
 from python_backend.service import ServedModel
@@ -193,6 +193,25 @@ def test_streaming_in_small_chunks_writes_the_same(
     for name in made:
         if name.startswith(names):
             assert made[name] == whole[name], name
+
+
+def test_from_one_layout_of_modelopts_to_the_other(small_dir: Path, tmp_path: Path) -> None:
+    """Their scales have one name. MXFP8 keeps released values, so NVFP4 through it is the same."""
+    names = {f"layers.0.{part}.weight" for part in ("attn.wq_b", "ffn.experts.1.w2")}
+
+    def requantized(source: Path, format: Target, name: str) -> Path:
+        checkpoint = Checkpoint.open(source)
+        targets: dict[str, Target] = {
+            weight.name: format if weight.name in names else "source"
+            for weight in checkpoint.weights
+        }
+        quantize_checkpoint(checkpoint, tmp_path / name, targets, progress=Progress())
+        return tmp_path / name
+
+    between = requantized(small_dir, "mxfp8", "between")
+    made = tensors(requantized(between, "nvfp4", "made"))
+    assert made == tensors(requantized(small_dir, "nvfp4", "expected"))
+    assert requantized(tmp_path / "made", "mxfp8", "back").is_dir()
 
 
 def test_zeros_and_extremes(float_dir: Path, tmp_path: Path) -> None:
