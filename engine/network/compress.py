@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 
 from engine.cache_view import CacheView
-from engine.network.precision import wide
 from engine.network.rows import CompressRows
 from engine.network.weights import CompressorWeights
 from plugins.compressor import pool_pairs, previous_rows
 from plugins.kv_write import rotated_write
-from plugins.linear import LinearWeight, linear
+from plugins.linear import LinearWeight, linear, wide_linear
 from plugins.norm import rms_norm
 
 
@@ -52,8 +51,7 @@ def _pooled(
     cache: CacheView,
 ) -> torch.Tensor:
     """The latent [T, d] of the pair (row before, row), and the tail update."""
-    x = u.to(wide(u.dtype))
-    current = torch.cat([linear(x, weights.wkv), linear(x, wgate)], dim=-1)
+    current = torch.cat([wide_linear(u, weights.wkv), wide_linear(u, wgate)], dim=-1)
     previous = previous_rows(
         current,
         cache.tail(source),

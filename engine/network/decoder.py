@@ -28,7 +28,7 @@ from engine.network.rope import RopeTables
 from engine.network.rows import SegmentRows
 from engine.network.select import Selection
 from engine.network.weights import NetworkWeights
-from plugins.linear import linear
+from plugins.linear import wide_linear
 
 
 class DecoderOutput(NamedTuple):
@@ -77,7 +77,7 @@ class Decoder:
                 is_image=rows.is_image,
             )
         h = collapse(written(state).rows(batch.logit_rows), self._weights.norm, config)
-        logits = linear(h.to(wide(h.dtype)), self._weights.head)
+        logits = wide_linear(h, self._weights.head)
         return DecoderOutput(logits, torch.cat(features, dim=-1))
 
     def _nothing(self, residual: Residual) -> DecoderOutput:

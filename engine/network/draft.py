@@ -23,13 +23,12 @@ from engine.network.block import (
     embed,
     written,
 )
-from engine.network.precision import wide
 from engine.network.rope import RopeTables
 from engine.network.rows import window_keys
 from engine.network.weights import AttentionWeights, DraftWeights, NetworkWeights
 from plugins.elementwise import sigmoid
 from plugins.formats.rows import ValueRows
-from plugins.linear import linear
+from plugins.linear import linear, wide_linear
 from plugins.mega_attention import mega_attention
 from plugins.mega_mhc import hc_collapse
 from plugins.norm import rms_norm
@@ -155,16 +154,15 @@ class Draft:
         """Token by token: each base logit row is corrected by the token before it (Markov)."""
         weights, eps = self._weights, self._config.rms_norm_eps
         block = self._config.dspark_block_size
-        dtype = wide(hidden.dtype)
-        base = linear(rms_norm(hidden, weights.norm, eps).to(dtype), self._head)
+        base = wide_linear(rms_norm(hidden, weights.norm, eps), self._head)
         base = torch.unflatten(base, 0, (-1, block))
-        hidden = torch.unflatten(hidden.to(dtype), 0, (-1, block))
         previous = anchors
-        tokens, confidence = [], []
+        tokens, before = [], []
         for k in range(block):
-            markov = weights.markov_embed[previous].to(dtype)
-            previous = (base[:, k] + linear(markov, weights.markov_head)).argmax(dim=-1)
+            markov = weights.markov_embed[previous]
+            previous = (base[:, k] + wide_linear(markov, weights.markov_head)).argmax(dim=-1)
             tokens.append(previous)
-            both = torch.cat([hidden[:, k], markov], dim=-1)
-            confidence.append(sigmoid(linear(both, weights.confidence)).squeeze(-1))
-        return DraftOutput(torch.stack(tokens, dim=1), torch.stack(confidence, dim=1))
+            before.append(markov)
+        both = torch.cat([hidden, torch.stack(before, dim=1).flatten(0, 1)], dim=-1)
+        confidence = sigmoid(wide_linear(both, weights.confidence))
+        return DraftOutput(torch.stack(tokens, dim=1), confidence.view(-1, block))

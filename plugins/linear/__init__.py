@@ -9,6 +9,7 @@ from plugins.linear.weight import (
     PackedLinearWeight,
     PackedMatrix,
 )
+from plugins.linear.wide import wide_linear
 
 __all__ = [
     "ROW_TILE",
@@ -19,4 +20,5 @@ __all__ = [
     "PackedMatrix",
     "linear",
     "row_tiled",
+    "wide_linear",
 ]
