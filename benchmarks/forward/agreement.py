@@ -1,6 +1,6 @@
 """TinyFlash on the GPU's executor against the float64 reference, token by token.
 
-The reference answers held-out word problems greedily on its own; the others are led along its
+The reference answers held-out questions greedily on its own; the others are led along its
 answers and asked for their choice behind every token: prompts through prefill, answers through
 decode steps, in the batches that the scheduler makes.
 """
@@ -21,7 +21,7 @@ from builder.checkpoint import Checkpoint
 from engine.config import ModelConfig
 from engine.network import Network, load_weights
 from engine.network.device import moved
-from examples.tinyflash.evaluation import ANSWER_TOKENS, questions
+from examples.tinyflash.evaluation import ANSWER_TOKENS, Task, questions
 from examples.tinyflash.scoring import Question, compare, is_correct
 from examples.tinyflash.tokenizer import EOS_ID
 from python_backend.core import EngineCore
@@ -38,6 +38,8 @@ from python_backend.text.tokenizer import TextTokenizer
 CHECKPOINT = Path(__file__).resolve().parents[2] / "examples" / "tinyflash" / "checkpoint"
 SEED = 4711
 _MEMORY = 8 << 30
+# Prompt and answer, at the most.
+_LONGEST: dict[Task, int] = {"arithmetic": 1024, "retrieval": 9216}
 
 Int32Array = npt.NDArray[np.int32]
 Answers = dict[int, list[int]]
@@ -77,12 +79,13 @@ class LedCuda(Led, CudaExecutor):
     """The GPU's."""
 
 
-def limits_of(config: ModelConfig, count: int, *, drafts: int) -> CoreLimits:
+def limits_of(config: ModelConfig, task: Task, count: int, *, drafts: int) -> CoreLimits:
+    longest = _LONGEST[task]
     settings = ServeSettings(
         max_batch_size=count,
         max_num_tokens=4096,
-        max_seq_len=1024,
-        num_global_pages=1 + count * 1024 // (2 * config.sliding_window),
+        max_seq_len=longest,
+        num_global_pages=1 + count * longest // (2 * config.sliding_window),
         speculative=drafts > 0,
         num_speculative_tokens=drafts or None,
     )
@@ -150,23 +153,27 @@ def right(some: Sequence[Question], answers: Answers, text: TextTokenizer) -> li
     return [is_correct(one, said(answers[i])) for i, one in enumerate(some)]
 
 
-def agreement(device: str, *, count: int = 128) -> list[dict[str, Any]]:
-    """One row for each way to compute: the share of equal choices, and what the others are."""
+def agreement(device: str, task: Task, count: int) -> list[dict[str, Any]]:
+    """One row for each way to compute: the share of equal choices, and what the others are.
+
+    Documents are about their long prompts: graphs and drafts are compared on word problems only.
+    """
     started = time.monotonic()
     network = network_of(torch.float64, device, packed=False)
     config = network.config
     text = TextTokenizer.from_file(
         CHECKPOINT / "tokenizer.json", config.vocab_size, config.bos_token_id
     )
-    some = questions("arithmetic", count, SEED)
+    some = questions(task, count, SEED)
     prompts = [prompt_of(one, text) for one in some]
-    limits = limits_of(config, count, drafts=0)
+    limits = limits_of(config, task, count, drafts=0)
     reference = executor_of(LedTorch, network, limits, device)
     truth = answer(reference, limits, prompts)
     correct = right(some, truth, text)
     rows: list[dict[str, Any]] = [
         {
             "row": "agreement",
+            "task": task,
             "dtype": "float64",
             "questions": count,
             "tokens": sum(map(len, truth.values())),
@@ -174,22 +181,19 @@ def agreement(device: str, *, count: int = 128) -> list[dict[str, Any]]:
             "seconds": round(time.monotonic() - started, 1),
         }
     ]
-    drafts = config.dspark_block_size
-    for dtype, graphs, block in (
-        (torch.bfloat16, True, 0),
-        (torch.bfloat16, False, 0),
-        (torch.bfloat16, True, drafts),
-        (torch.float32, True, 0),
-    ):
+    ways = [(torch.bfloat16, True, 0), (torch.float32, True, 0)]
+    if task == "arithmetic":
+        ways[1:1] = [(torch.bfloat16, False, 0), (torch.bfloat16, True, config.dspark_block_size)]
+    for dtype, graphs, block in ways:
         started = time.monotonic()
         graphs = graphs and device != "cpu"
         mine = network_of(dtype, device, packed=True)
-        bounds = limits_of(mine.config, count, drafts=block)
+        bounds = limits_of(mine.config, task, count, drafts=block)
         led = executor_of(LedCuda, mine, bounds, device, graphs=graphs)
         led.lead = {i: [*tokens, *[EOS_ID] * (1 + block)] for i, tokens in truth.items()}
         assert answer(led, bounds, prompts) == truth
-        row = {"row": "agreement", "dtype": str(dtype).removeprefix("torch."), "graphs": graphs}
-        row |= {"drafts": block} | compared(reference.logits, led.logits, truth)
+        row = {"row": "agreement", "task": task, "dtype": str(dtype).removeprefix("torch.")}
+        row |= {"graphs": graphs, "drafts": block} | compared(reference.logits, led.logits, truth)
         row["num_graphs"] = led.num_graphs if isinstance(led, LedCuda) else 0
         if graphs:
             free = executor_of(LedCuda, mine, bounds, device, graphs=graphs)

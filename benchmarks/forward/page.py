@@ -72,15 +72,17 @@ def _served(row: Row) -> list[str]:
 
 
 def _agreement(row: Row) -> list[str]:
+    asked = {"arithmetic": "word problems", "retrieval": "documents"}[row["task"]]
     if "agreement" not in row:
-        return [row["dtype"], "", "", f"{row['tokens']:,}", "", "", "", str(row["right"]), ""]
+        tokens, right = f"{row['tokens']:,}", f"{row['right']} of {row['questions']}"
+        return [asked, row["dtype"], "", "", tokens, "", "", "", right, ""]
     graphs = "yes" if row["graphs"] else "no"
     right, paired = "", ""
     if "right" in row:
         right = str(row["right"])
         paired = f"{100 * row['paired']['difference']:+.2f} ± {100 * row['paired']['stderr']:.2f} %"
     return [
-        row["dtype"], graphs, str(row["drafts"]), f"{row['tokens']:,}",
+        asked, row["dtype"], graphs, str(row["drafts"]), f"{row['tokens']:,}",
         f"{100 * row['agreement']:.3f} %", f"{row['near_ties']} of {row['differing']}",
         f"{row['logit_error']:.1e}", right, paired,
     ]  # fmt: skip
@@ -111,8 +113,8 @@ TABLES = {
         _served,
     ),
     "agreement": (
-        ["compute", "graphs", "drafts", "tokens", "same choice", "near ties", "error of logits",
-         "right answers", "paired difference"],
+        ["questions", "compute", "graphs", "drafts", "tokens", "same choice", "near ties",
+         "error of logits", "right answers", "paired difference"],
         _agreement,
     ),
     "hit": (

@@ -122,7 +122,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--minutes", type=float, default=4.0, help="start no row after these")
     parser.add_argument("--experts-per-rank", type=int, default=48)
-    parser.add_argument("--questions", type=int, default=128, help="of the agreement")
+    parser.add_argument("--questions", type=int, default=128, help="word problems to agree on")
+    parser.add_argument("--documents", type=int, default=32, help="documents to agree on")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -156,7 +157,8 @@ def main() -> int:
         return random_network(config, torch.bfloat16, "cuda")
 
     emit({"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)})
-    run("agreement", lambda: iter(agreement("cuda", count=args.questions)))
+    run("agreement", lambda: iter(agreement("cuda", "arithmetic", args.questions)))
+    run("agreement", lambda: iter(agreement("cuda", "retrieval", args.documents)))
     at_real_dims = {
         "decode": decode_rows,
         "replay": replay_rows,
