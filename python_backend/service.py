@@ -32,6 +32,7 @@ from engine.paged_cache import CachePools
 from python_backend.core import EngineCore
 from python_backend.executor.cuda_executor import CudaExecutor
 from python_backend.executor.plan import DEVICE, open_plans, refusal
+from python_backend.executor.pools import pools_of
 from python_backend.executor.torch_executor import PagedExecutor, TorchExecutor
 from python_backend.generation.defaults import (
     NO_DEFAULTS,
@@ -126,17 +127,8 @@ class CheckedEngine:
 
     def pools(self, limits: CoreLimits) -> CachePools:
         """The memory of the caches."""
-        return CachePools(
-            self.engine.config,
-            num_global_pages=limits.num_global_pages,
-            num_window_pages=limits.num_window_pages,
-            num_slots=limits.max_batch_size,
-            global_page_tokens=limits.global_page_tokens,
-            window_page_rows=limits.window_page_tokens,
-            dtype=self.dtype,
-            quantize=self.settings.cache_quant,
-            device=self.device,
-        )
+        config, quantize = self.engine.config, self.settings.cache_quant
+        return pools_of(config, limits, self.dtype, self.device, quantize=quantize)
 
 
 def check(engine_dir: Path, options: Mapping[str, Any]) -> CheckedEngine:

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.forward.steps import empty_pools
 from builder.checkpoint import Checkpoint
 from engine.config import ModelConfig
 from engine.network import Network, load_weights
@@ -26,6 +25,7 @@ from examples.tinyflash.scoring import Question, compare, is_correct
 from examples.tinyflash.tokenizer import EOS_ID
 from python_backend.core import EngineCore
 from python_backend.executor.cuda_executor import CudaExecutor
+from python_backend.executor.pools import pools_of
 from python_backend.executor.torch_executor import PagedExecutor, TorchExecutor
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.sampler import Choice
@@ -102,7 +102,7 @@ def network_of(dtype: torch.dtype, device: str, *, packed: bool) -> Network:
 def executor_of(
     kind: type[Led], network: Network, limits: CoreLimits, device: str, **options: Any
 ) -> Led:
-    pools = empty_pools(network, limits, device)
+    pools = pools_of(network.config, limits, network.dtype, device)
     given = (network, pools, limits) if kind is LedCuda else (network, pools)
     executor: Led = kind(*given, device=device, **options)
     executor.logits = {}

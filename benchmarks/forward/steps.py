@@ -18,6 +18,7 @@ from engine.network.decoder import DecoderOutput
 from engine.paged_cache import CachePools
 from plugins.formats.rows import PackedRows
 from python_backend.executor.inputs import HostDraft, HostStep
+from python_backend.executor.pools import pools_of
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.settings import CoreLimits
 from python_backend.step_plan import StepPlan
@@ -27,27 +28,11 @@ _BUDGET_MS = 400.0  # of all replays of one sample
 _SERVED_MS = 1500.0  # of all samples of a served step
 
 
-def empty_pools(
-    network: Network, limits: CoreLimits, device: str, *, quantize: bool = True
-) -> CachePools:
-    return CachePools(
-        network.config,
-        num_global_pages=limits.num_global_pages,
-        num_window_pages=limits.num_window_pages,
-        num_slots=limits.max_batch_size,
-        global_page_tokens=limits.global_page_tokens,
-        window_page_rows=limits.window_page_tokens,
-        dtype=network.dtype,
-        quantize=quantize,
-        device=device,
-    )
-
-
 def filled_pools(
     network: Network, limits: CoreLimits, device: str, *, quantize: bool = True
 ) -> CachePools:
     """Caches full of rows of standard deviation one, every page alike."""
-    pools = empty_pools(network, limits, device, quantize=quantize)
+    pools = pools_of(network.config, limits, network.dtype, device, quantize=quantize)
     config = network.config
     stores = [pools.window(layer) for layer in range(config.num_layers_total)]
     for source in config.kv_source_layer_ids:

@@ -20,10 +20,10 @@ import torch
 from engine.manifest import Manifest
 from engine.network import Network
 from engine.network.device import moved
-from engine.paged_cache import CachePools
 from examples.tinyflash import device as device_operators
 from examples.tinyflash.evaluation import Answer
 from python_backend.core import EngineCore
+from python_backend.executor.pools import pools_of
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.grammar.grammars import Grammars
 from python_backend.request import Delta, FinishReason, Request, SamplingParams
@@ -58,17 +58,7 @@ class InProcess:
             )
         dtype = getattr(torch, checked.settings.dtype)
         config, limits = checked.engine.config, checked.limits()
-        pools = CachePools(
-            config,
-            num_global_pages=limits.num_global_pages,
-            num_window_pages=limits.num_window_pages,
-            num_slots=limits.max_batch_size,
-            global_page_tokens=limits.global_page_tokens,
-            window_page_rows=limits.window_page_tokens,
-            dtype=dtype,
-            quantize=checked.settings.cache_quant,
-            device=device,
-        )
+        pools = pools_of(config, limits, dtype, device, quantize=checked.settings.cache_quant)
         network = Network(config, moved(checked.engine.load_weights(dtype), device))
         core = EngineCore(TorchExecutor(network, pools, device=device), limits)
         self.max_batch_size = limits.max_batch_size

@@ -37,6 +37,7 @@ from engine.tensor_source import TensorSource
 from plugins.device.record import Variant, recording
 from python_backend.executor.cuda_executor import CudaExecutor
 from python_backend.executor.inputs import DraftInputs, DraftShape, HostDraft, HostStep, StepInputs
+from python_backend.executor.pools import pools_of
 from python_backend.executor.shapes import GraphSizes
 from python_backend.generation.rows import LogitRows
 from python_backend.settings import CoreLimits, ServeSettings
@@ -184,17 +185,7 @@ def _limits(
 
 def _run_all(network: Network, limits: CoreLimits, known: dict[tuple[Any, ...], Any]) -> None:
     config = network.config
-    pools = CachePools(
-        config,
-        num_global_pages=limits.num_global_pages,
-        num_window_pages=limits.num_window_pages,
-        num_slots=limits.max_batch_size,
-        global_page_tokens=limits.global_page_tokens,
-        window_page_rows=limits.window_page_tokens,
-        dtype=network.dtype,
-        quantize=True,
-        device=DEVICE,
-    )
+    pools = pools_of(config, limits, network.dtype, DEVICE)
     recorder = _Recorder(network, pools, limits, known)
     sizes = GraphSizes.of(limits)
     with Answers():

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from engine.config import ModelConfig
 from engine.config_reader import read_config_file
 from engine.directory import BuildConfig
 from engine.network import Network
@@ -23,6 +22,7 @@ from python_backend.core import EngineCore
 from python_backend.executor.cuda_executor import CudaExecutor
 from python_backend.executor.inputs import HostDraft
 from python_backend.executor.launches import DEVICE, Answers, network_of_shapes, variants_of
+from python_backend.executor.pools import pools_of
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.sampler import Choice
 from python_backend.settings import CoreLimits, ServeSettings
@@ -62,20 +62,6 @@ class Served(CudaExecutor):
         return DraftBlocks(self._numbers.integers(3, 9, shape, dtype=np.int32), confidence)
 
 
-def pools_of(config: ModelConfig, limits: CoreLimits, device: str) -> CachePools:
-    return CachePools(
-        config,
-        num_global_pages=limits.num_global_pages,
-        num_window_pages=limits.num_window_pages,
-        num_slots=limits.max_batch_size,
-        global_page_tokens=limits.global_page_tokens,
-        window_page_rows=limits.window_page_tokens,
-        dtype=torch.bfloat16,
-        quantize=True,
-        device=device,
-    )
-
-
 def random_streams(
     random: np.random.Generator, limits: CoreLimits
 ) -> tuple[list[Stream], list[int]]:
@@ -112,7 +98,9 @@ def main() -> None:
         limits = settings.resolve(config, 1 << 40)
         network = network_of_shapes(config, source, classes, torch.bfloat16)
         with torch.no_grad(), recording(TARGET) as found, Answers():
-            core = EngineCore(Served(network, pools_of(config, limits, DEVICE), limits), limits)
+            core = EngineCore(
+                Served(network, pools_of(config, limits, torch.bfloat16, DEVICE), limits), limits
+            )
             serve(core, *random_streams(random, limits))
         served |= found
     unforeseen = [variant._asdict() for variant in sorted(served - foreseen)]

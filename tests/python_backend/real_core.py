@@ -15,6 +15,7 @@ from engine.network import Network
 from engine.paged_cache import CachePools
 from plugins.sample import sample
 from python_backend.core import EngineCore
+from python_backend.executor.pools import pools_of
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.sampler import Choice
@@ -117,21 +118,10 @@ class Alone:
         torch.testing.assert_close(made, logits, rtol=0, atol=1e-9)
 
 
-def pools_of(network: Network, bounds: CoreLimits) -> CachePools:
-    return CachePools(
-        network.config,
-        num_global_pages=bounds.num_global_pages,
-        num_window_pages=bounds.num_window_pages,
-        num_slots=bounds.max_batch_size,
-        global_page_tokens=bounds.global_page_tokens,
-        window_page_rows=bounds.window_page_tokens,
-        dtype=network.dtype,
-        quantize=True,
-    )
-
-
 def core_of(network: Network, bounds: CoreLimits) -> RealCore:
-    return RealCore(RecordingExecutor(network, pools_of(network, bounds)), bounds)
+    return RealCore(
+        RecordingExecutor(network, pools_of(network.config, bounds, network.dtype)), bounds
+    )
 
 
 def bounds_of(**changes: Any) -> CoreLimits:

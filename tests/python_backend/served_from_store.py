@@ -19,8 +19,9 @@ from engine.network.device import moved
 from plugins.device.store import KernelStore, device_target
 from python_backend.core import EngineCore
 from python_backend.executor.cuda_executor import CudaExecutor
+from python_backend.executor.pools import pools_of
 from python_backend.settings import ServeSettings
-from tests.python_backend.launches_served import pools_of, random_streams
+from tests.python_backend.launches_served import random_streams
 from tests.python_backend.real_core import serve
 
 
@@ -49,7 +50,9 @@ def main(engine_dir: Path) -> None:
             speculative=speculative,
         )
         limits = settings.resolve(engine.config, 1 << 40)
-        executor = CudaExecutor(network, pools_of(engine.config, limits, "cuda"), limits)
+        executor = CudaExecutor(
+            network, pools_of(engine.config, limits, torch.bfloat16, "cuda"), limits
+        )
         for shape in executor.shapes_at_start():
             executor.capture(shape)
         streams, arrivals = random_streams(random, limits)

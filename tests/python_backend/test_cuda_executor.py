@@ -18,12 +18,13 @@ from python_backend.core import EngineCore
 from python_backend.drafting.rule import DraftRule
 from python_backend.executor.cuda_executor import CudaExecutor
 from python_backend.executor.inputs import HostStep
+from python_backend.executor.pools import pools_of
 from python_backend.executor.shapes import GraphSizes
 from python_backend.executor.torch_executor import PagedExecutor, TorchExecutor
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.sampler import Choice
 from python_backend.settings import CoreLimits
-from tests.python_backend.real_core import bounds_of, pools_of, serve, stream
+from tests.python_backend.real_core import bounds_of, serve, stream
 
 PREFIX = np.arange(100, 132, dtype=np.int32)
 BOUNDS = bounds_of(
@@ -79,7 +80,7 @@ def test_a_padded_step_gives_the_same_bits_and_touches_no_other_page(
     null page included, which nobody writes."""
     network = network_of(torch.float32)
     bounds = replace(BOUNDS, draft=draft)
-    pools: list[CachePools] = [pools_of(network, bounds) for _ in range(2)]
+    pools: list[CachePools] = [pools_of(network.config, bounds, network.dtype) for _ in range(2)]
     plain = Plain(network, pools[0])
     padded = Padded(network, pools[1], bounds, graphs=False, device="cpu")
     expected, expected_logits = answered(plain, bounds)

@@ -11,10 +11,9 @@ import torch
 from engine.network import Network
 from engine.network.decoder import DecoderOutput
 from engine.network.device import moved
-from engine.paged_cache import CachePools
 from python_backend.drafting.rule import DraftRule
 from python_backend.executor.inputs import HostStep
-from python_backend.settings import CoreLimits
+from python_backend.executor.pools import pools_of
 from tests.python_backend.test_cuda_executor import BOUNDS, Padded, answered
 
 pytestmark = [
@@ -36,20 +35,6 @@ class Strict(Padded):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def device_pools(network: Network, bounds: CoreLimits) -> CachePools:
-    return CachePools(
-        network.config,
-        num_global_pages=bounds.num_global_pages,
-        num_window_pages=bounds.num_window_pages,
-        num_slots=bounds.max_batch_size,
-        global_page_tokens=bounds.global_page_tokens,
-        window_page_rows=bounds.window_page_tokens,
-        dtype=network.dtype,
-        quantize=True,
-        device="cuda",
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("draft", [None, DraftRule(most=3, min_survival=0.0)])
 def test_graphs_give_the_bits_of_single_launches(
@@ -59,7 +44,7 @@ def test_graphs_give_the_bits_of_single_launches(
     given = network_of(dtype)
     network = Network(given.config, moved(given.weights, "cuda"))
     bounds = replace(BOUNDS, draft=draft)
-    pools = [device_pools(network, bounds) for _ in range(2)]
+    pools = [pools_of(network.config, bounds, network.dtype, "cuda") for _ in range(2)]
     single = Strict(network, pools[0], bounds, graphs=False)
     graphs = Padded(network, pools[1], bounds)
     for shape in graphs.shapes_at_start():

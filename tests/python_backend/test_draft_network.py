@@ -19,6 +19,7 @@ from engine.network import Network
 from engine.network.run import ForwardMode, run_forward
 from engine.paged_cache import CachePools
 from python_backend.drafting.rule import DraftRule
+from python_backend.executor.pools import pools_of
 from python_backend.replay import ReplayRule
 from python_backend.settings import CoreLimits
 from python_backend.step_plan import DraftBlocks, StepPlan
@@ -33,7 +34,6 @@ from tests.python_backend.real_core import (
     cases,
     core_of,
     drawn_sizes,
-    pools_of,
     serve,
     stream,
 )
@@ -74,7 +74,9 @@ class Proposing(RecordingExecutor):
 
 
 def drafting_core(network: Network, bounds: CoreLimits, answers: Answers) -> RealCore:
-    return RealCore(Proposing(network, pools_of(network, bounds), answers), bounds)
+    return RealCore(
+        Proposing(network, pools_of(network.config, bounds, network.dtype), answers), bounds
+    )
 
 
 def proposals(core: RealCore) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
