@@ -47,7 +47,8 @@ def layer_formats(
         if stored == "mxfp8":
             formats[weight.base] = "mxfp8"
         elif stored == "nvfp4":
-            scaled = weight.base in calibrated or weight.input_scale_name in checkpoint.source
+            keeps = target == "source" and weight.input_scale_name in checkpoint.source
+            scaled = weight.base in calibrated or keeps
             formats[weight.base] = "nvfp4" if scaled else "w4a16_nvfp4"
         elif len(weight.shape) == 2 and weight.name.endswith(".weight"):
             formats[weight.base] = None

@@ -92,7 +92,7 @@ def quantize_checkpoint(
     jobs = {job.weight.name: job for job in _jobs(checkpoint, targets)}
     formats = layer_formats(checkpoint, targets, calibrated)
     warnings = check_modelopt() if any(formats.values()) else []
-    shards = _shards(checkpoint, jobs, calibrated)
+    shards = _shards(checkpoint, targets, jobs, calibrated)
     needed = sum(info.num_bytes for stored in shards.values() for info in stored.values())
     partial = _prepare(checkpoint, output, targets, data, needed)
     scales: dict[str, float] = {}
@@ -288,10 +288,15 @@ def _files(checkpoint: Checkpoint) -> dict[str, SafetensorsFile]:
 
 
 def _shards(
-    checkpoint: Checkpoint, jobs: Mapping[str, _Job], calibrated: Collection[str]
+    checkpoint: Checkpoint,
+    targets: Mapping[str, Target],
+    jobs: Mapping[str, _Job],
+    calibrated: Collection[str],
 ) -> dict[str, dict[str, TensorInfo]]:
     """The tensors of every output shard; a converted weight stays in the shard of its codes."""
     replaced = {name for job in jobs.values() for name in job.names}
+    # Weights alone, where the source has scales for their inputs too.
+    replaced |= {w.input_scale_name for w in checkpoint.weights if targets[w.name] == "nvfp4"}
     shards: dict[str, dict[str, TensorInfo]] = {}
     for shard, file in _files(checkpoint).items():
         stored: dict[str, TensorInfo] = {}

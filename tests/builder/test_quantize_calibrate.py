@@ -117,6 +117,16 @@ def test_only_calibrated_classes_have_scales(calibrated: Path, float_dir: Path) 
     assert before["norm.weight"] == after["norm.weight"]
 
 
+def test_weights_alone_again_drops_the_scales(calibrated: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("quantize", "--checkpoint_dir", calibrated, "--output_dir", out,
+               "--format", "nvfp4") == 0  # fmt: skip
+    before = tensors(calibrated)
+    assert tensors(out) == {n: data for n, data in before.items() if "input_scale" not in n}
+    described = json.loads((out / "hf_quant_config.json").read_text())["quantization"]
+    assert described["quant_algo"] == "W4A16_NVFP4"
+
+
 def test_engines_use_the_scales(calibrated: Path, float_dir: Path, tmp_path: Path) -> None:
     """Calibration changes no weight. An engine rounds its inputs to NVFP4 under the scales, packed
     or decoded, and computes what NVFP4 weights give where inputs are left unrounded."""
