@@ -7,6 +7,7 @@
     dsv41-build verify  --engine engine --checkpoint ckpt --tokens t.npy --min_agreement 0.95
     dsv41-build trtllm  --engine engine --output_dir trtllm
     dsv41-build forward --checkpoint ckpt --tokens t.npy --mode both --hit 40 --out o.safetensors
+    dsv41-build bench   forward decode=32*1@8192 --config full --experts-per-rank 48
 
 Options are spelled as trtllm-build spells them, with - or _. Bad input ends the command with one
 sentence on stderr and status 1.
@@ -206,6 +207,10 @@ def _parser() -> argparse.ArgumentParser:
     _option(verify, "min_agreement", type=float, help="fail below this share of equal arg max")
     _option(verify, "max_kl", type=float, help="fail above this mean, in nats")
     _option(verify, "json", action="store_true", help="one JSON object, with KL per position")
+
+    bench = _command(commands, "bench", "time exact batches through the executor, in a checkout")
+    bench.add_argument("benchmark", choices=("forward",))
+    bench.add_argument("options", nargs=argparse.REMAINDER, help="its own; -- --help lists them")
     return parser
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from builder.assemble import build_engine
 from builder.checkpoint import Checkpoint
@@ -181,7 +184,25 @@ def _warn(warnings: Sequence[str]) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
+def _bench(args: argparse.Namespace) -> None:
+    """In a process of its own: a benchmark stands above all packages."""
+    checkout = Path(__file__).resolve().parent.parent
+    if not (checkout / "benchmarks" / args.benchmark / "run.py").is_file():
+        raise ConfigError(
+            f"expected the benchmark {args.benchmark} beside the packages, found none; only a "
+            "checkout has benchmarks: pip install -e it"
+        )
+    module = [sys.executable, "-m", f"benchmarks.{args.benchmark}.run"]
+    paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    options = args.options[1:] if args.options[:1] == ["--"] else args.options
+    status = subprocess.run([*module, *options], env=environment, check=False).returncode
+    if status:
+        raise SystemExit(status)
+
+
 _COMMANDS = {
+    "bench": _bench,
     "engine": _engine,
     "init": _init,
     "quantize": _quantize,

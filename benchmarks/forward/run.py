@@ -1,6 +1,6 @@
 """Times exact batches through the real executor, without a scheduler and without weights on disk.
 
-    python -m benchmarks.forward.run decode=32*1@8192 verify=16*6@131072:5 hit=2048@10240 \\
+    dsv41-build bench forward decode=32*1@8192 verify=16*6@131072:5 hit=2048@10240 \\
         --config full --experts-per-rank 48 --out forward.jsonl
 
 benchmarks/forward/cases.py has the grammar. One JSON object a case: `gpu_ms` is the replay of the
@@ -133,7 +133,7 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.forward.run")
+    parser = argparse.ArgumentParser(prog="dsv41-build bench forward")
     parser.add_argument("cases", nargs="+", metavar="CASE", help="such as decode=32*1@8192")
     parser.add_argument("--config", choices=tuple(PRESETS), default="full")
     parser.add_argument("--experts-per-rank", type=int, metavar="N", help="48 is one of eight")

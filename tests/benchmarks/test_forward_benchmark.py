@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.forward.cases import Request, num_global_pages, parse, prompt_steps, step_of
 from benchmarks.forward.run import limits_for, rank_config
-
-ROOT = Path(__file__).resolve().parents[2]
+from builder import commands
+from builder.cli import main
 
 
 def test_the_grammar() -> None:
@@ -70,14 +68,29 @@ def test_a_rank_has_its_share_of_the_experts() -> None:
 def test_a_run_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     cases = ["mix=16@48,1@60"]
-    command = [sys.executable, "-m", "benchmarks.forward.run", *cases, "--config", "tiny"]
-    subprocess.run([*command, "--device", "cpu", "--out", str(out)], check=True, cwd=ROOT)
+    options = [*cases, "--config", "tiny", "--device", "cpu", "--out", str(out)]
+    assert main(["bench", "forward", *options]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"] for row in rows] == cases
     assert [(row["rows"], row["decoder_rows"]) for row in rows] == [(25, 9)]
     for row in rows:
         assert row["served_ms"] > 0
         assert row["bytes"] > 1e6
+
+
+def test_a_bad_case_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "forward", "x=1@", "--config", "tiny"])
+    assert end.value.code == 2
+    assert "dsv41-build bench forward: error: expected" in capfd.readouterr().err
+
+
+def test_an_installation_without_benchmarks_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "__file__", str(tmp_path / "builder" / "commands.py"))
+    assert main(["bench", "forward", "decode=1@64"]) == 1
+    assert "only a checkout has benchmarks" in capsys.readouterr().err
 
 
 def test_a_prompt_behind_a_hit_in_chunks() -> None:
