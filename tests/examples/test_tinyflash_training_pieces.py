@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from engine.config import ModelConfig
 from engine.network.engram import EngramHash
 from examples.tinyflash.training import drafter, export, loop
 from examples.tinyflash.training.drafter import DrafterTrainer
-from examples.tinyflash.training.initial import initial_weights, model_config
+from examples.tinyflash.training.initial import initial_weights
 from examples.tinyflash.training.loop import Trainer
 from examples.tinyflash.training.parameters import Parameters
 from examples.tinyflash.training.pieces import (
@@ -35,23 +33,7 @@ PLAN = Plan(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads sum the gradients of table rows in any order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def config() -> ModelConfig:
-    """TinyFlash, narrow: the vocabulary and every mechanism stay."""
-    return replace(
-        model_config(), hidden_size=64, num_attention_heads=2, head_dim=32, q_lora_rank=32,
-        o_lora_rank=32, index_n_heads=2, index_head_dim=32, n_routed_experts=4,
-        moe_intermediate_size=32,
-    )  # fmt: skip
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_drafting_in_two_pieces_equals_one_run(config: ModelConfig, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +22,6 @@ from examples.tinyflash.training.initial import (
     checkpoint_config,
     checkpoint_weights,
     initial_weights,
-    model_config,
 )
 from examples.tinyflash.training.loop import Trainer
 from examples.tinyflash.training.monitor import probes, share_right
@@ -43,23 +41,7 @@ PLAN = Plan(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads sum the gradients of table rows in any order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def config() -> ModelConfig:
-    """TinyFlash, narrow: the vocabulary and every mechanism stay."""
-    return replace(
-        model_config(), hidden_size=64, num_attention_heads=2, head_dim=32, q_lora_rank=32,
-        o_lora_rank=32, index_n_heads=2, index_head_dim=32, n_routed_experts=4,
-        moe_intermediate_size=32,
-    )  # fmt: skip
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
