@@ -10,10 +10,9 @@ from engine.network.rows import SegmentRows
 from engine.network.select import Selection, select
 from engine.network.weights import AttentionWeights
 from plugins.formats.rows import RowStore
-from plugins.kv_write import rotated_write
+from plugins.kv_write import norm_and_write, rotated_write
 from plugins.linear import linear
 from plugins.mega_attention import mega_attention
-from plugins.norm import rms_norm
 from plugins.wo_a import wo_a
 
 
@@ -31,9 +30,21 @@ def write_window(
     rotated_write(row, weights.kv_norm, positions, inv_freq, window, slots, eps=eps)
 
 
-def query_latent(u: torch.Tensor, weights: AttentionWeights, eps: float) -> torch.Tensor:
-    """[T, q_lora_rank], the source of both the attention and the index queries."""
-    return rms_norm(linear(u, weights.wq_a), weights.q_norm, eps)
+def latent_and_window(
+    u: torch.Tensor,
+    weights: AttentionWeights,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    window: RowStore,
+    slots: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """The window rows of attention inputs u [T, D], written; and what both the attention and the
+    index queries come from, [T, q_lora_rank]."""
+    latent, row = linear(u, weights.wq_a), linear(u, weights.wkv)
+    return norm_and_write(
+        latent, weights.q_norm, row, weights.kv_norm, positions, inv_freq, window, slots, eps=eps
+    )
 
 
 def queries(q_latent: torch.Tensor, weights: AttentionWeights, config: ModelConfig) -> torch.Tensor:
@@ -60,11 +71,11 @@ def attention(
 
     Returns the output [T, D] and the selection that the layers above reuse.
     """
-    eps = config.rms_norm_eps
-    latent = query_latent(u, weights, eps)
     window = cache.window(layer)
     # Before reading: the rows of a step see each other.
-    write_window(u, weights, rows.positions, inv_freq, window, rows.window_write, eps)
+    latent = latent_and_window(
+        u, weights, rows.positions, inv_freq, window, rows.window_write, config.rms_norm_eps
+    )
     if weights.indexer is not None:
         published = select(
             u, latent, layer, weights.indexer, config, rows, cache, inv_freq, published

@@ -14,7 +14,7 @@ import torch
 from engine.batch import DraftBatch
 from engine.cache_view import CacheView
 from engine.config import ModelConfig
-from engine.network.attention import output, queries, query_latent, write_window
+from engine.network.attention import latent_and_window, output, queries, write_window
 from engine.network.block import (
     Residual,
     SublayerOutput,
@@ -120,12 +120,13 @@ class Draft:
     ) -> torch.Tensor:
         config, inv_freq = self._config, self._rope.of(layer)
         eps = config.rms_norm_eps
-        q = queries(query_latent(u, weights, eps), weights, config)
         # The block's rows take the place that compressed entries have in a backbone layer.
-        block = ValueRows(torch.zeros_like(q[:, 0]), cache.window_layout)
-        write_window(u, weights, rows.positions, inv_freq, block, rows.block_write, eps)
+        block = ValueRows(u.new_zeros(u.shape[0], config.head_dim), cache.window_layout)
+        latent = latent_and_window(
+            u, weights, rows.positions, inv_freq, block, rows.block_write, eps
+        )
         o = mega_attention(
-            q,
+            queries(latent, weights, config),
             rows.positions,
             inv_freq,
             cache.window(layer),

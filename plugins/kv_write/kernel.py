@@ -25,11 +25,12 @@ from plugins.device.numbers import (
     e8m0_inverse,
     e8m0_scale,
 )
+from plugins.device.overlap import after_previous, overlaps
 from plugins.device.rotation import cos_sin, turned
 from plugins.device.rows import MXFP8, NVFP4, VALUES, device_rows, row_offsets
 from plugins.formats.rows import RowStore
 from plugins.kv_write.pieces import rotated_pieces
-from plugins.norm.kernel import normalised
+from plugins.norm.kernel import normalised, rms_norm
 from plugins.registry import OPERATORS
 
 
@@ -130,23 +131,62 @@ def _kv_write(
 
 
 @triton.jit
+def _rotated_row(
+    x, norm, position, inv_freq, target, eps, STORED: tl.constexpr, FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROTATED: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, PADDED)
+    value = tl.load(x + column, mask=column < WIDTH, other=0.0)
+    if NORM:
+        value = normalised(value, norm, eps, column, WIDTH)
+    cos, sin = cos_sin(position, inv_freq, WIDTH, ROTATED, PADDED // 2)
+    value = turned(value[None, :], cos, sin, column, WIDTH, ROTATED, PADDED // 2)
+    _write_row(value.reshape(PADDED), target, STORED, FORMAT, WIDTH, PADDED)
+
+
+@triton.jit
 def _rotated_write(
     x, row_stride, norm, positions, inv_freq, slots, data, page_stride, eps,
     ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROTATED: tl.constexpr, NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot >= 0:
-        column = tl.arange(0, PADDED)
-        there = column < WIDTH
-        value = tl.load(x + row * row_stride + column, mask=there, other=0.0)
-        if NORM:
-            value = normalised(value, norm, eps, column, WIDTH)
-        cos, sin = cos_sin(tl.load(positions + row), inv_freq, WIDTH, ROTATED, PADDED // 2)
-        value = turned(value[None, :], cos, sin, column, WIDTH, ROTATED, PADDED // 2)
-        target = data + row_offsets(slot, page_stride, ROWS, ROW)
-        _write_row(value.reshape(PADDED), target, STORED, FORMAT, WIDTH, PADDED)
+        _rotated_row(
+            x + row * row_stride, norm, tl.load(positions + row), inv_freq,
+            data + row_offsets(slot, page_stride, ROWS, ROW), eps,
+            STORED, FORMAT, WIDTH, PADDED, ROTATED, NORM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_and_write(
+    latent, latent_stride, latent_norm, normed,
+    x, row_stride, norm, positions, inv_freq, slots, data, page_stride, eps,
+    ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr, FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROTATED: tl.constexpr,
+    LATENT: tl.constexpr, PADDED_LATENT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Two programs a row, one for each half of the work."""
+    after_previous(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        place = tl.arange(0, PADDED_LATENT)
+        there = place < LATENT
+        value = tl.load(latent + row * latent_stride + place, mask=there, other=0.0)
+        value = normalised(value, latent_norm, eps, place, LATENT)
+        tl.store(normed + row * LATENT + place, value, mask=there)
+    else:
+        slot = tl.load(slots + row)
+        if slot >= 0:
+            _rotated_row(
+                x + row * row_stride, norm, tl.load(positions + row), inv_freq,
+                data + row_offsets(slot, page_stride, ROWS, ROW), eps,
+                STORED, FORMAT, WIDTH, PADDED, ROTATED, True,
+            )  # fmt: skip
 
 
 def kv_write(values: torch.Tensor, rows: RowStore, slots: torch.Tensor) -> None:
@@ -181,10 +221,49 @@ def rotated_write(
     if stored is None or needs_reference(x, norm) or width % 2 or not count:
         rotated_pieces(x, norm, positions, inv_freq, rows, slots, eps=eps)
         return
-    x, block = unit_stride(x), padded(width, 32)
+    x, overlap = unit_stride(x), overlaps(x.device)
     _rotated_write[(count,)](
         x, x.stride(0), x if norm is None else unit_stride(norm), positions, inv_freq,
         slots.contiguous(), stored.data, stored.page_stride, eps, *stored.arguments()[2:],
-        stored.rounding, width, block, 2 * inv_freq.shape[0], norm is not None,
-        num_warps=max(1, min(8, block // 512)),
+        stored.rounding, width, padded(width, 32), 2 * inv_freq.shape[0], norm is not None,
+        overlap, num_warps=_warps(width), launch_pdl=overlap,
     )  # fmt: skip
+
+
+def _warps(width: int) -> int:
+    """A rotation's sines are long: few a thread."""
+    return max(1, min(8, padded(width, 32) // 128))
+
+
+def norm_and_write(
+    latent: torch.Tensor,
+    latent_norm: torch.Tensor,
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    rows: RowStore,
+    slots: torch.Tensor,
+    *,
+    eps: float,
+) -> torch.Tensor:
+    """As the pieces, in one launch; they run for float64, a gradient or an unknown record. The
+    bytes written are rotated_write's, bit for bit."""
+    stored = device_rows(rows)
+    count, width = x.shape
+    unknown = stored is None or needs_reference(latent, latent_norm, x, norm)
+    if stored is None or unknown or width % 2 or not count:
+        rotated_write(x, norm, positions, inv_freq, rows, slots, eps=eps)
+        normed: torch.Tensor = rms_norm(latent, latent_norm, eps)
+        return normed
+    latent, x, overlap = unit_stride(latent), unit_stride(x), overlaps(x.device)
+    normed = torch.empty_like(latent, memory_format=torch.contiguous_format)
+    of_latent = latent.shape[1]
+    _norm_and_write[(count, 2)](
+        latent, latent.stride(0), unit_stride(latent_norm), normed,
+        x, x.stride(0), unit_stride(norm), positions, inv_freq, slots.contiguous(),
+        stored.data, stored.page_stride, eps, *stored.arguments()[2:], stored.rounding,
+        width, padded(width, 32), 2 * inv_freq.shape[0], of_latent, padded(of_latent), overlap,
+        num_warps=_warps(width), launch_pdl=overlap,
+    )  # fmt: skip
+    return normed

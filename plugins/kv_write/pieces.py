@@ -31,6 +31,31 @@ def rotated_write(
     run(x, norm, positions, inv_freq, rows, slots, eps=eps)
 
 
+def norm_and_write(
+    latent: torch.Tensor,
+    latent_norm: torch.Tensor,
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    rows: RowStore,
+    slots: torch.Tensor,
+    *,
+    eps: float,
+) -> torch.Tensor:
+    """latent [n, K] normalised by latent_norm [K], and rotated_write of x: the two need nothing of
+    each other and come from the same rows."""
+    if runs_kernels(x) and not torch.compiler.is_exporting():
+        from plugins.kv_write import kernel
+
+        made: torch.Tensor = kernel.norm_and_write(
+            latent, latent_norm, x, norm, positions, inv_freq, rows, slots, eps=eps
+        )
+        return made
+    rotated_pieces(x, norm, positions, inv_freq, rows, slots, eps=eps)
+    return rms_norm(latent, latent_norm, eps)
+
+
 def rotated_pieces(
     x: torch.Tensor,
     norm: torch.Tensor | None,

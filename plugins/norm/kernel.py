@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from plugins.device.launch import needs_reference, padded, unit_stride
+from plugins.device.overlap import after_previous, overlaps
 from plugins.registry import OPERATORS
 
 
@@ -26,7 +27,10 @@ def normalised(value, weight, eps, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x, row_stride, weight, y, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def _rms_norm(
+    x, row_stride, weight, y, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr
+):
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     there = column < WIDTH
@@ -43,9 +47,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel():
         rows = unit_stride(x.reshape(-1, width))
-        block = padded(width)
+        block, overlap = padded(width), overlaps(x.device)
         _rms_norm[(rows.shape[0],)](
-            rows, rows.stride(0), unit_stride(weight), y, eps, width, block,
-            num_warps=max(1, min(8, block // 512)),
+            rows, rows.stride(0), unit_stride(weight), y, eps, width, block, overlap,
+            num_warps=max(1, min(8, block // 512)), launch_pdl=overlap,
         )  # fmt: skip
     return y

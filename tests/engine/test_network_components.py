@@ -10,7 +10,7 @@ import torch
 from ragged import Timeline, make_batch, run_alone
 
 from engine.network import Network
-from engine.network.attention import output, queries, query_latent, write_window
+from engine.network.attention import latent_and_window, output, queries, write_window
 from engine.network.block import Residual, after_attention, attention_input, experts
 from engine.network.weights import HyperWeights, LayerWeights, MoeWeights
 from plugins.formats.rows import ValueRows
@@ -176,10 +176,10 @@ def lone_key(network: Network, sink: float) -> tuple[torch.Tensor, torch.Tensor]
     u = random_rows(4, config.hidden_size)
     every = torch.arange(4)
     rows, unrotated = (ValueRows(torch.zeros(4, config.head_dim, dtype=u.dtype)) for _ in range(2))
-    write_window(u, weights, positions, inv_freq, rows, every, eps)
+    latent = latent_and_window(u, weights, positions, inv_freq, rows, every, eps)
     write_window(u, weights, torch.zeros_like(positions), inv_freq, unrotated, every, eps)
     o = mega_attention(
-        queries(query_latent(u, weights, eps), weights, config),
+        queries(latent, weights, config),
         positions,
         inv_freq,
         rows,

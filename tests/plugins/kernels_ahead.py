@@ -316,7 +316,16 @@ def kernels(device: Limits) -> Kernels:
             "write rotated", kv_write._rotated_write,
             {**WRITE, "x": "*bf16", "norm": "*bf16", "positions": "*i64", "inv_freq": "*fp64",
              "eps": "fp32"},
-            {**WINDOW, "FORMAT": 2, "WIDTH": 512, "PADDED": 512, "ROTATED": 64, "NORM": True}, 1,
+            {**WINDOW, "FORMAT": 2, "WIDTH": 512, "PADDED": 512, "ROTATED": 64, "NORM": True,
+             "OVERLAP": device.float8}, 4,
+        ),
+        (
+            "write beside norm", kv_write._norm_and_write,
+            {**WRITE, "latent": "*bf16", "latent_stride": STRIDE, "latent_norm": "*bf16",
+             "normed": "*bf16", "x": "*bf16", "norm": "*bf16", "positions": "*i64",
+             "inv_freq": "*fp64", "eps": "fp32"},
+            {**WINDOW, "FORMAT": 2, "WIDTH": 512, "PADDED": 512, "ROTATED": 64, "LATENT": 1280,
+             "PADDED_LATENT": 2048, "OVERLAP": device.float8}, 4,
         ),
         (
             "pages", pages._page_slots,

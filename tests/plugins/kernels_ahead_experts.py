@@ -127,7 +127,7 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
                 "OVERLAP": True, "NATIVE": True,
             }, mhc.FINISH_ROWS,
         ),
-        ("norm", norm._rms_norm, ROWS, {"WIDTH": 5120, "PADDED": 8192}, 8),
+        ("norm", norm._rms_norm, ROWS, {"WIDTH": 5120, "PADDED": 8192, "OVERLAP": True}, 8),
         (
             "rope", rope._rotate, ROWS,
             {"WIDTH": 512, "ROTATED": 64, "PAIRS": 256, "VECTORS": 32, "INVERSE": False}, 4,

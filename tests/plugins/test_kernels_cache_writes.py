@@ -218,6 +218,35 @@ def test_one_launch_has_the_bytes_of_three(name: str, normed: bool, dtype: torch
     assert not torch.equal(stores[0][5], stores[0][1])
 
 
+@pytest.mark.parametrize("latent_width", [64, 1280])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_beside_the_write_changes_neither(latent_width: int, dtype: torch.dtype) -> None:
+    width, count = 96, 4
+    draw = torch.Generator().manual_seed(3)
+    latent = torch.randn(count, latent_width + 8, generator=draw).to(dtype)[:, :latent_width]
+    x = torch.randn(count, width, generator=draw).to(dtype).to(DEVICE)
+    norms = [torch.rand(n, generator=draw).to(dtype).to(DEVICE) for n in (latent_width, width)]
+    positions = torch.tensor([0, 7, 65_536, 1_048_575]).to(DEVICE)
+    inv_freq = (10_000.0 ** -(torch.arange(16) / 16.0).double()).to(DEVICE)
+    slots = torch.tensor([2, -1, 0, 4]).to(DEVICE)
+    layout = window_record(width)
+    ours, alone = (
+        PackedRows(
+            torch.full((5, layout.bytes_per_row), 0xA5, dtype=torch.uint8).to(DEVICE), layout
+        )
+        for _ in range(2)
+    )
+    normed = kernel.norm_and_write(
+        latent.to(DEVICE), norms[0], x, norms[1], positions, inv_freq, ours, slots, eps=1e-6
+    )
+    kernel.rotated_write(x, norms[1], positions, inv_freq, alone, slots, eps=1e-6)
+    assert torch.equal(ours.data, alone.data)
+    wide = latent.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norms[0].cpu().double()
+    rtol = 2**-7 if dtype == torch.bfloat16 else 1e-6  # the interpreter cuts to bfloat16
+    torch.testing.assert_close(normed.cpu().double(), expected, rtol=rtol, atol=1e-6)
+
+
 def rotated_pieces_in_kernels(x, norm, positions, inv_freq, store, slots, *, eps) -> None:
     if norm is not None:
         x = rms_norm(x, norm, eps)

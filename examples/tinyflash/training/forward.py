@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from engine.config import ModelConfig
-from engine.network.attention import output, queries, query_latent
+from engine.network.attention import output, queries
 from engine.network.block import Residual, collapse, embed
 from engine.network.engram import inject
 from engine.network.rope import RopeTables
@@ -155,7 +155,8 @@ class BackboneForward:
             u = collapse(residual, weights.attn_norm, config)
             if weights.attention.compressor is not None and layer < config.decoder_start:
                 self._compress(layer, u)
-            latent = query_latent(u, weights.attention, config.rms_norm_eps)
+            wq_a, q_norm = weights.attention.wq_a, weights.attention.q_norm
+            latent = rms_norm(linear(u, wq_a), q_norm, config.rms_norm_eps)
             if weights.attention.indexer is not None:
                 self._teach(sample)
                 selection = self._select(
