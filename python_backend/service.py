@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
+# Of a step on a CPU, unless the operator says how many rows it may have: pages of a client that
+# left, and everybody who waits for the step's end, then wait for less than a second.
+STEP_SECONDS = 0.5
 _PROGRESS_STEPS = 20
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
@@ -71,7 +74,7 @@ def settings_for(engine: Engine, options: Mapping[str, Any]) -> ServeSettings:
     Raises SettingsError for a setting that is unknown, wrong or above what the engine is built for.
     """
     asked = ServeSettings.from_options(options)
-    given = {option.replace("-", "_") for option in options}
+    given = _names(options)
     changes: dict[str, Any] = {}
     for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
         limit, value = getattr(engine.build, name), getattr(asked, name)
@@ -99,13 +102,15 @@ def available_memory() -> int:
 
 @dataclass(frozen=True)
 class CheckedEngine:
-    """An engine with settings that can serve it; no weight was read. `text` None: ids only."""
+    """An engine with settings that can serve it; no weight was read. `text` None: ids only.
+    `step_seconds`: see `CoreLimits`."""
 
     engine: Engine
     settings: ServeSettings
     text: TextTokenizer | None
     end_ids: frozenset[int]
     defaults: Defaults
+    step_seconds: float | None = None
 
     @property
     def runs_plans(self) -> bool:
@@ -123,7 +128,8 @@ class CheckedEngine:
     def limits(self) -> CoreLimits:
         """Sized for the memory that is free now. Raises SettingsError when that is too little."""
         free = available_memory() if self.device == "cpu" else torch.cuda.mem_get_info()[0]
-        return self.settings.resolve(self.engine.config, free)
+        limits = self.settings.resolve(self.engine.config, free)
+        return replace(limits, step_seconds=self.step_seconds)
 
     def pools(self, limits: CoreLimits) -> CachePools:
         """The memory of the caches."""
@@ -153,8 +159,14 @@ def check(engine_dir: Path, options: Mapping[str, Any]) -> CheckedEngine:
         raise EngineError(reason)
     if checked.device != "cpu" and not torch.cuda.is_available():
         raise SettingsError("expected a CUDA device for device cuda, found none; use device cpu")
+    if checked.device == "cpu" and not _names(options) & {"max_num_tokens"}:
+        checked = replace(checked, step_seconds=STEP_SECONDS)
     checked.limits()
     return checked
+
+
+def _names(options: Mapping[str, Any]) -> set[str]:
+    return {option.replace("-", "_") for option in options}
 
 
 @dataclass

@@ -32,6 +32,7 @@ from python_backend.scheduler.judging import Judging
 from python_backend.scheduler.residency import Admission, Residency
 from python_backend.scheduler.slots import NEVER, SlotTable
 from python_backend.scheduler.statistics import Statistics
+from python_backend.scheduler.step_budget import StepBudget
 from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
 from python_backend.scheduler.waiting import WaitingQueue
 from python_backend.settings import CoreLimits
@@ -86,6 +87,7 @@ class Scheduler:
             latencies=Latencies(limits.max_seq_len),
         )
         self.residency = Residency(limits, listener)
+        self.budget = StepBudget(limits)
         num_slots = limits.max_batch_size
         self._slots = SlotTable(num_slots, limits.history_width, limits.most_drafts)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -153,7 +155,7 @@ class Scheduler:
         assert self._in_flight is None
         preempted = self._make_room()
         rows = self._running_rows()
-        budget = self.limits.max_num_tokens - int(rows.counts.sum())
+        budget = self.budget.rows - int(rows.counts.sum())
         if not preempted and budget and self._waiting:
             rows = self._admit(rows, budget)
         if not len(rows.slots):
@@ -267,12 +269,12 @@ class Scheduler:
         remaining = self._slots.num_tokens[slots] - self._slots.num_computed[slots]
         decoding = remaining == 1
         decodes, prefills = slots[decoding], slots[~decoding]
-        budget = self.limits.max_num_tokens - len(decodes)
+        budget = self.budget.rows - len(decodes)
         counts = remaining[decoding]
         if self.limits.draft is not None:
             waited_for = len(prefills) > 0 or len(self._waiting) > 0
             counts = counts + self._granted_drafts(decodes, budget // 2 if waited_for else budget)
-            budget = self.limits.max_num_tokens - int(counts.sum())
+            budget = self.budget.rows - int(counts.sum())
         wanted = remaining[~decoding]
         if self._judging:
             wanted = self._judging.limited(prefills, wanted)

@@ -71,6 +71,13 @@ def test_what_is_not_asked_is_the_engines_limit(small_engine: Engine) -> None:
     assert settings.dtype == "float64"
 
 
+def test_steps_on_a_cpu_are_short_unless_their_rows_are_set(small_engine: Engine) -> None:
+    path = small_engine.path
+    assert service.check(path, {"dtype": "float64"}).limits().step_seconds == 0.5
+    for name in ("max-num-tokens", "max_num_tokens"):
+        assert service.check(path, {name: 32}).limits().step_seconds is None
+
+
 @pytest.mark.parametrize("name", ["max_batch_size", "max_num_tokens", "max_seq_len"])
 def test_no_setting_exceeds_what_the_engine_is_built_for(small_engine: Engine, name: str) -> None:
     limit = getattr(small_engine.build, name)

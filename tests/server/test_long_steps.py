@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.server.deployment import GOLDEN, PROMPT, Deployment, RefusedError, shared_memory
@@ -88,6 +89,31 @@ def test_a_client_leaves_in_a_step(server: Deployment) -> None:
     assert not server.events("response_failed")
     answer = server.generate(input_ids=PROMPT, max_tokens=24, end_id=-1)
     assert answer["output_ids"] == REPLAYED
+
+
+def test_prompts_of_many_rows_run_in_short_steps(server: Deployment) -> None:
+    """Two answers, and their client's leaving, beside 24,000 rows of prompts, of which one step may
+    have 8,192: their pages are free within a second."""
+    for_two = {"input_ids": PROMPT, "max_tokens": 900, "end_id": -1, "stream": True}
+    two = server.stream("two", **for_two, num_return_sequences=2)
+    chunks = iter(two)
+    seen: set[int] = set()
+    while seen != {0, 1}:
+        seen |= set(next(chunks)["sequence_index"])
+    prompts = np.random.default_rng(0).integers(2, 500, (24, 1000)).astype(np.int32)
+    long = [server.stream(input_ids=ids[None], max_tokens=1, end_id=-1) for ids in prompts]
+    (answer,) = list(long[3])  # by now, steps are as large as they get
+    assert answer["num_input_tokens"] == [1000]
+    before = finished(server, "cancelled")
+    two.cancel()
+    started = time.monotonic()
+    while finished(server, "cancelled") < before + 2:
+        assert time.monotonic() - started < 1
+        time.sleep(0.02)
+    assert server.metric("dsv41_num_requests_waiting") > 0
+    for stream in long:
+        stream.cancel()
+    assert server.seconds_until_empty(2) < 2
 
 
 def test_sigterm_in_a_step(server: Deployment) -> None:

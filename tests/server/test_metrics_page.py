@@ -31,7 +31,7 @@ FIRST_TOKEN_EDGES = [
 def server(engine: Path) -> Iterator[Deployment]:
     deployment = Deployment(
         engine,
-        *("--global-page-tokens=32", "--max-batch-size=1"),
+        *("--global-page-tokens=32", "--max-batch-size=1", "--max-num-tokens=512"),
         *("--speculative", "--speculative-threshold=0"),
     )
     try:
