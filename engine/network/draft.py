@@ -29,6 +29,7 @@ from engine.network.weights import AttentionWeights, DraftWeights, NetworkWeight
 from plugins.elementwise import sigmoid
 from plugins.formats.rows import ValueRows
 from plugins.linear import linear, wide_linear
+from plugins.markov import markov_choice
 from plugins.mega_attention import mega_attention
 from plugins.mega_mhc import hc_collapse
 from plugins.norm import rms_norm
@@ -157,13 +158,13 @@ class Draft:
         block = self._config.dspark_block_size
         base = wide_linear(rms_norm(hidden, weights.norm, eps), self._head)
         base = torch.unflatten(base, 0, (-1, block))
-        previous = anchors
+        markov = weights.markov_embed[anchors]
         tokens, before = [], []
         for k in range(block):
-            markov = weights.markov_embed[previous]
-            previous = (base[:, k] + wide_linear(markov, weights.markov_head)).argmax(dim=-1)
-            tokens.append(previous)
             before.append(markov)
+            correction = wide_linear(markov, weights.markov_head)
+            token, markov = markov_choice(base[:, k], correction, weights.markov_embed)
+            tokens.append(token)
         both = torch.cat([hidden, torch.stack(before, dim=1).flatten(0, 1)], dim=-1)
         confidence = sigmoid(wide_linear(both, weights.confidence))
         return DraftOutput(torch.stack(tokens, dim=1), confidence.view(-1, block))

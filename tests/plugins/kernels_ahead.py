@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 
 from plugins.compressor import kernel as compressor
-from plugins.device import pages, row_numbers
+from plugins.device import markov, pages, row_numbers
 from plugins.device.ahead import compile_kernel
 from plugins.device.launch import Limits
 from plugins.engram import kernel as engram
@@ -126,7 +126,7 @@ Kernels = list[tuple[str, Any, dict[str, str], dict[str, Any], int, *tuple[int, 
 
 
 def row_kernels() -> Kernels:
-    """Those of a step's rows, and of index queries."""
+    """Those of a step's rows, of index queries, and of the draft's choices."""
     rows = {
         **WRITE, "positions": "*i64", "floor": "*i64", "tokens": "*i64", "keys": "*i64",
         "first_visible": "*i64", "second_visible": "*i64", "is_token": "*u8", "token": "i32",
@@ -145,13 +145,23 @@ def row_kernels() -> Kernels:
         "H": 32, "WIDTH": 128, "ROTATED": 64, "PAIRS": 64, "FORMAT": 3, "HEADS": 4,
         "PADDED_HEADS": 32, "OVERLAP": True,
     }  # fmt: skip
+    choice = {
+        "base": "*fp32", "base_stride": STRIDE, "correction": "*fp32", "correction_stride": STRIDE,
+        "keys": "*i64", "vocab": STRIDE, "parts": "i32", "embed": "*bf16", "embed_stride": STRIDE,
+        "tokens": "*i64", "taken": "*bf16",
+    }  # fmt: skip
     return [
         ("window numbers", row_numbers._window_numbers, rows, window, 1),
         ("entry numbers", row_numbers._entry_numbers, rows, {**both, "TILE": 128}, 4),
         ("first slots", pages._first_slots, rows, {"ROWS": 128, "TILE": 512}, 4),
         ("tail slots", pages._tail_slots, rows, {"CAPACITY": 8, "TILE": 512}, 4),
         ("queries", index_queries._index_queries, queries, turned, 4),
-    ]
+        ("best of parts", markov._best_of_parts, choice, {"PART": 2048, "OVERLAP": True}, 4),
+        (
+            "take best", markov._take_best, choice,
+            {"RANK": 256, "PADDED": 256, "PARTS": 64, "OVERLAP": True}, 1,
+        ),
+    ]  # fmt: skip
 
 
 def linear_kernels(device: Limits) -> Kernels:
