@@ -122,7 +122,8 @@ class Draft:
         config, inv_freq = self._config, self._rope.of(layer)
         eps = config.rms_norm_eps
         # The block's rows take the place that compressed entries have in a backbone layer.
-        block = ValueRows(u.new_zeros(u.shape[0], config.head_dim), cache.window_layout)
+        nothing = torch.zeros_like(u[:, :1].expand(-1, config.head_dim))
+        block = ValueRows(nothing, cache.window_layout)
         latent = latent_and_window(
             u, weights, rows.positions, inv_freq, block, rows.block_write, eps
         )
