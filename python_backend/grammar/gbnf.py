@@ -68,6 +68,7 @@ def to_lark(text: str) -> Lark:
         for name, offset in rule.references.items():
             if name not in rules:
                 raise GbnfError(offset, f"no rule named {name}")
+    _check_ends(rules)
     terminals = _terminals(rules)
     spelled = {name: f"{'T' if name in terminals else 'r'}_{i}" for i, name in enumerate(rules)}
     lines, offsets = [f"start: {spelled[ROOT]}"], [[rules[ROOT].offset]]
@@ -166,10 +167,7 @@ def _code(character: str) -> str:
 def _terminals(rules: dict[str, _Rule]) -> set[str]:
     """The rules that reach only rules which reach no circle."""
     waits = {name: set(rule.references) for name, rule in rules.items()}
-    users: dict[str, list[str]] = {name: [] for name in rules}
-    for name, references in waits.items():
-        for reference in references:
-            users[reference].append(name)
+    users = _users(rules)
     ready = [name for name, references in waits.items() if not references]
     found: set[str] = set()
     while ready:
@@ -180,3 +178,55 @@ def _terminals(rules: dict[str, _Rule]) -> set[str]:
             if not waits[user]:
                 ready.append(user)
     return found
+
+
+def _users(rules: dict[str, _Rule]) -> dict[str, list[str]]:
+    """By name, the rules that refer to it."""
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    for name, rule in rules.items():
+        for reference in rule.references:
+            users[reference].append(name)
+    return users
+
+
+def _check_ends(rules: dict[str, _Rule]) -> None:
+    """Raises GbnfError at a rule that always needs itself, where no text is complete for that."""
+    users, waiting = _users(rules), list(rules)
+    ending: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in ending and _can_end(rules[name], ending):
+            ending.add(name)
+            waiting += users[name]
+    name, passed = ROOT, set[str]()
+    while name not in ending:
+        if name in passed:
+            problem = f"rule {name} always needs itself, so that no text is ever complete"
+            raise GbnfError(rules[name].offset, problem)
+        passed.add(name)
+        name = next(other for other in rules[name].references if other not in ending)
+
+
+def _can_end(rule: _Rule, ending: set[str]) -> bool:
+    """Whether some text of the rule is complete when texts of the `ending` ones are. Brackets that
+    do not match are the library's to refuse."""
+    # Of each open bracket: an alternative can end; this one up to its last item; that item.
+    open_brackets = [(False, True, True)]
+    for part, _ in rule.parts:
+        some, before, item = open_brackets.pop()
+        if part == "(":
+            open_brackets += [(some, before and item, True), (False, True, True)]
+        elif part == ")" and open_brackets:
+            some, before, item = (*open_brackets.pop()[:2], some or (before and item))
+            open_brackets.append((some, before, item))
+        elif part == "|":
+            open_brackets.append((some or (before and item), True, True))
+        elif part in ("*", "?") or re.match(r"\{0*[,}]", part):
+            open_brackets.append((some, before, True))
+        elif part == "+" or part.startswith("{"):
+            open_brackets.append((some, before, item))
+        else:
+            can_end = part in ending or part not in rule.references
+            open_brackets.append((some, before and item, can_end))
+    some, before, item = open_brackets[-1]
+    return some or (before and item)

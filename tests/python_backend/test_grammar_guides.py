@@ -216,7 +216,13 @@ def test_an_answer_after_reasoning(compiler: GrammarCompiler, text: TextTokenize
         (GuideKind.GRAMMAR, 'root ::= "\\q"', "column 11 ('\\\\q\"'): no escape"),
         (GuideKind.GRAMMAR, 'a ::= "x"', "no rule named root"),
         (GuideKind.GRAMMAR, 'root ::= "x"\nroot ::= "y"', "at line 2, column 1 ('root"),
-        (GuideKind.GRAMMAR, "root ::= root", "one that no text follows"),
+        (GuideKind.GRAMMAR, "root ::= root", "at line 1, column 1 ('root ::= root'): rule root"),
+        (GuideKind.GRAMMAR, 'root ::= "[" root "]"', 'column 1 (\'root ::= "[" root "]"\'): rule'),
+        (
+            GuideKind.GRAMMAR,
+            'root ::= "x" a\na ::= b{2}\nb ::= (a | b)+ "c"?',
+            "at line 2, column 1",
+        ),
         (GuideKind.CHOICE, '["a", 1]', "a JSON list of one or more texts, got"),
         (GuideKind.CHOICE, "[]", "a JSON list of one or more texts, got '[]'"),
         (GuideKind.CHOICE, '["a"', "at line 1, column 5: Expecting ',' delimiter"),
@@ -230,6 +236,24 @@ def test_a_refusal_says_where(
     assert error.code == "invalid_grammar"
     assert said in str(error)
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("guide", "answer"),
+    [
+        ('root ::= "a" | root "b"', "abb"),
+        ('root ::= "x" root?', "xxx"),
+        ('root ::= "x" (root "y")*', "xxyxy"),
+        ('root ::= "x" root{0,2}', "xxx"),
+        ('root ::= ("x" (root) | ("z"))', "xxz"),
+        ('root ::= "x" a{2}\na ::= "" | "y" root', "xyxyx"),
+        ('root ::= endless | "a"\nendless ::= "x" endless', "a"),
+    ],
+)
+def test_recursion_that_can_end(
+    compiler: GrammarCompiler, text: TextTokenizer, guide: str, answer: str
+) -> None:
+    assert accepts(compiler.compile(Guide(GuideKind.GRAMMAR, guide)).result(), text, answer)
 
 
 def chain(length: int) -> str:
