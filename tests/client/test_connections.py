@@ -30,11 +30,11 @@ def test_a_server_that_comes_back_is_found_soon() -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         ready = grpc.channel_ready_future(channel)
-        time.sleep(6.5)
+        time.sleep(6.2)
         server = grpc.server(ThreadPoolExecutor(1))
         assert server.add_insecure_port(address)
         server.start()
         try:
-            ready.result(timeout=2)
+            ready.result(timeout=1.6)
         finally:
             server.stop(None)
