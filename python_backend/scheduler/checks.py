@@ -51,6 +51,12 @@ def _check_lengths(request: Request, limits: CoreLimits) -> None:
     num_prompt_tokens, max_tokens = len(request.input_ids), request.max_tokens
     if max_tokens < 1:
         raise RequestError("invalid_max_tokens", f"expected max_tokens ≥ 1, got {max_tokens}")
+    if request.sampling.min_tokens > max_tokens:
+        raise RequestError(
+            "invalid_sampling",
+            f"expected min_tokens of at most max_tokens, got {request.sampling.min_tokens} and "
+            f"{max_tokens}; raise max_tokens or lower min_tokens",
+        )
     if num_prompt_tokens + max_tokens > limits.max_seq_len:
         raise RequestError(
             "too_long",

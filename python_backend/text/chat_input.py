@@ -168,6 +168,7 @@ def _call(where: str, call: Any) -> str:
 
 
 def _tools(values: list[Any]) -> list[chat.Tool]:
+    names: dict[str, int] = {}
     for index, tool in enumerate(values):
         where = f"tools[{index}]"
         if _object(where, tool).get("type") != "function":
@@ -176,7 +177,12 @@ def _tools(values: list[Any]) -> list[chat.Tool]:
                 "version has no other"
             )
         function = _object(f"{where}.function", tool.get("function"))
-        _string(f"{where}.function.name", function.get("name"))
+        name = _string(f"{where}.function.name", function.get("name"))
+        if names.setdefault(name, index) != index:
+            raise ChatError(
+                f"expected tools of different names, got {_shown(name)} in {where} and in "
+                f"tools[{names[name]}]; rename one"
+            )
     return values
 
 

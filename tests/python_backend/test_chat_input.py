@@ -94,6 +94,11 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([Q, {"role": "assistant", "tool_calls": [{"id": "x"}]}, Q], {}, "function as a JSON object"),
     ([Q], {"tools": b"[{}]"}, r'tools\[0\].type to be "function", got nothing'),
     ([Q], {"tools": b'[{"type": "function", "function": {}}]'}, "function.name as a string"),
+    (
+        [Q],
+        {"tools": json.dumps([TOOL, TOOL | {"function": {"name": "g"}}, TOOL]).encode()},
+        r'tools of different names, got "f" in tools\[2\] and in tools\[0\]; rename one',
+    ),
     ([Q], {"thinking": True, "reasoning_effort": "0"}, 'from 1 to 100, got "0"'),
     ([Q], {"thinking": True, "reasoning_effort": "huge"}, 'got "huge"; choose one'),
     ([Q], {"reasoning_effort": "low"}, "no reasoning_effort without thinking, got 'low'"),

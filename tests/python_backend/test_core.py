@@ -332,6 +332,11 @@ def test_a_request_id_in_use_is_refused() -> None:
         ({"input_ids": np.array([3, 50], np.int32)}, "token_out_of_range", "got 50 at position 1"),
         ({"input_ids": np.array([-1, 3], np.int32)}, "token_out_of_range", "got -1 at position 0"),
         ({"max_tokens": 0}, "invalid_max_tokens", "max_tokens ≥ 1, got 0"),
+        (
+            {"max_tokens": 3, "sampling": SamplingParams(min_tokens=4)},
+            "invalid_sampling",
+            "min_tokens of at most max_tokens, got 4 and 3",
+        ),
         ({"max_tokens": 508}, "too_long", r"at most 512 tokens together, got 5 \+ 508"),
         ({"end_ids": frozenset({50})}, "token_out_of_range", "end ids from 0 to 49, got 50"),
         ({"end_ids": frozenset(range(33))}, "too_many_end_ids", "at most 32 end ids, got 33"),
