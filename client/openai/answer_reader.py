@@ -52,7 +52,6 @@ class AnswerReader:
     """
 
     def __init__(self, *, reasons: bool, calls: bool) -> None:
-        self.num_whole_calls = 0
         self._looks_for_calls = calls
         self._state = self._in_reasoning if reasons else self._in_content
         self._rest = ""
@@ -114,7 +113,6 @@ class AnswerReader:
         place, tag = min(found)
         if tag != PARAMETER:
             self._add("arguments", "{}" if not self._parameters else "}")
-            self.num_whole_calls += 1
             after = self._rest[place:].removeprefix(END_INVOKE)
             return self._go_on(after, self._between_calls)
         self._take(place)

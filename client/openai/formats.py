@@ -79,8 +79,8 @@ class _ChatChoice:
         tokens = tokens_of(chunk) if self._asked.log_probs else []
         self._tokens += tokens
         if last:
-            ended = chunk.finish_reason is FinishReason.STOP and self._reader.num_whole_calls
-            self._finish = "tool_calls" if ended else chunk.finish_reason
+            called = chunk.finish_reason is FinishReason.STOP and self._calls
+            self._finish = "tool_calls" if called else chunk.finish_reason
         if not self._begun:
             self._begun = True
             delta = {"role": "assistant", "content": "", **delta}

@@ -120,6 +120,18 @@ def test_markup_is_read_where_there_are_tools(api: openai.OpenAI) -> None:
     assert short.finish_reason == "length"
 
 
+def test_a_call_that_the_model_leaves_open_is_a_call(api: openai.OpenAI) -> None:
+    """Clients look for calls where the answer says so, and then see that the arguments are none."""
+    open_call = CALLS[: CALLS.index("2>&1")]
+    (made,) = chat(api, open_call, tools=TOOLS).choices
+    assert made.finish_reason == "tool_calls"
+    (call,) = made.message.tool_calls
+    assert call.function.name == "shell"
+    assert call.function.arguments.startswith('{"command": "')
+    *_, last = chat(api, open_call, tools=TOOLS, stream=True)
+    assert last.choices[0].finish_reason == "tool_calls"
+
+
 def test_the_stream_helper_of_the_official_client(api: openai.OpenAI) -> None:
     with api.chat.completions.stream(model=MODEL, messages=user(CALLS), tools=TOOLS) as stream:
         for _ in stream:

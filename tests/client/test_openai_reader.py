@@ -137,7 +137,6 @@ def test_a_piece_leaves_as_soon_as_it_is_certain() -> None:
     pieces = [Piece("name", "f", 0), Piece("arguments", '{"a": "', 0)]
     assert reader.feed(opened) == pieces
     assert reader.feed('2>&1 "') == [Piece("arguments", '2>&1 \\"', 0)]
-    assert reader.num_whole_calls == 0
 
 
 VALUES = st.recursive(
