@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -59,13 +60,26 @@ def create_app(settings: ProxySettings, keys: ApiKeys) -> FastAPI:
     app.add_exception_handler(Exception, _failed)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware,
+            _Cors,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
         )
     app.add_middleware(Measured, metrics=proxy.metrics)
     return app
+
+
+class _Cors(CORSMiddleware):
+    """Refuses in the API's form, too."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        wrong = bytes(response.body).decode().removeprefix("Disallowed CORS ")
+        error = ApiError(400, f"expected a call that --cors-origin allows, got another {wrong}")
+        kept = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
+        return JSONResponse(error.body, response.status_code, kept)
 
 
 class _Proxy:

@@ -190,7 +190,15 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def _effort(value: Any) -> Any:
+    if value in _EFFORTS or value is None or (type(value) is int and 1 <= value <= 100):
+        return value
+    raise ValueError(
+        f"expected {', '.join(_EFFORTS)} or a whole number from 1 to 100, got {_shown(value)}"
+    )
 
 
 class Thinking(Fields):
@@ -206,7 +214,7 @@ class ChatFields(Sampling):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
-    reasoning_effort: Effort | Annotated[int, Field(ge=1, le=100)] | None = None
+    reasoning_effort: Annotated[str | int | None, BeforeValidator(_effort)] = None
     thinking: Thinking | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None

@@ -80,8 +80,19 @@ def _exchange(
 
 
 def get(address: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
+    return _ask("GET", address, path, headers)
+
+
+def options(address: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
+    """What a browser asks before a page of another origin may call."""
+    return _ask("OPTIONS", address, path, headers)
+
+
+def _ask(
+    method: str, address: str, path: str, headers: dict[str, str]
+) -> tuple[int, dict[str, str], str]:
     connection = http.client.HTTPConnection(address, timeout=20)
-    connection.request("GET", path, headers=headers)
+    connection.request(method, path, headers=headers)
     with connection.getresponse() as response:
         read = response.read().decode()
         got = {name.lower(): value for name, value in response.getheaders()}

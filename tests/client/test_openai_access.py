@@ -21,7 +21,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from client.cli import main
 from client.openai.errors import ApiError
 from client.protocol import DeploymentError
-from tests.client.openai_proxy import CHAT, COMPLETIONS, MODEL, chat, get, post, raw, serving, user
+from tests.client.openai_proxy import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    chat,
+    get,
+    options,
+    post,
+    raw,
+    serving,
+    user,
+)
 from tests.client.real_server import ROOT, Server, assert_stops, free_address
 
 pytestmark = pytest.mark.server
@@ -52,6 +63,11 @@ pytestmark = pytest.mark.server
             {"thinking": {"type": "disabled"}, "reasoning_effort": "low"},
             "thinking", "reasoning_effort low says otherwise",
         ),
+        (
+            {"reasoning_effort": 101},
+            "reasoning_effort", "xhigh, max or a whole number from 1 to 100, got 101",
+        ),
+        ({"reasoning_effort": True}, "reasoning_effort", "from 1 to 100, got true"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "expected logit_bias"),
     ],
 )  # fmt: skip
@@ -267,6 +283,15 @@ def test_other_origins_may_call_only_where_they_are_named(server: Server, proxy:
         assert headers["access-control-allow-origin"] == "https://app.example"
         others = get(open_to_one, "/v1/models", Origin="https://evil.example")[1]
         assert "access-control-allow-origin" not in others
+        asked = {"Access-Control-Request-Method": "POST"}
+        status, headers, _ = options(open_to_one, CHAT, **origin, **asked)
+        assert (status, headers["access-control-allow-methods"]) == (200, "GET, POST")
+        status, headers, body = options(open_to_one, CHAT, Origin="https://evil.example", **asked)
+        assert (status, headers["content-type"]) == (400, "application/json")
+        assert "access-control-allow-origin" not in headers
+        assert json.loads(body)["error"]["message"] == (
+            "expected a call that --cors-origin allows, got another origin"
+        )
 
 
 def test_metrics_parse_and_count(server: Server) -> None:
