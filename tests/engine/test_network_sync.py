@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import engine.network as rooms
 from engine.batch import DraftBatch
 from engine.network import Network
-from plugins.kv_write import rotated_write
+from plugins.indexer import index_queries
+from plugins.kv_write import norm_and_write, rotated_write
 from plugins.mega_mhc import mega_mhc
 from plugins.registry import OPERATORS
 
@@ -50,7 +51,7 @@ def unwatched_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     references = {entry.reference for entry in OPERATORS.values()}
-    in_one_launch = {mega_mhc, rotated_write}
+    in_one_launch = {index_queries, mega_mhc, norm_and_write, rotated_write}
     replaced = 0
     for found in pkgutil.iter_modules(rooms.__path__, "engine.network."):
         module = importlib.import_module(found.name)
