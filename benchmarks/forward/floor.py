@@ -41,15 +41,30 @@ def step_bytes(
     total = weight_bytes(weights.norm) + weight_bytes(weights.head)
     for layer, of_layer in enumerate(weights.layers):
         mine = rows if layer < config.decoder_start else decoder_rows
-        total += weight_bytes(of_layer) + _expert_bytes(of_layer, config, mine)
+        per_token = config.num_experts_per_tok
+        total += weight_bytes(of_layer) + _expert_bytes(of_layer, per_token, mine)
         total += sum(_cache_bytes(layer, request, config) for request in case.requests)
     return total
 
 
-def _expert_bytes(layer: LayerWeights, config: ModelConfig, rows: int) -> int:
-    """Of the experts that `rows` rows choose, were each as likely."""
+def draft_bytes(case: Case, config: ModelConfig, weights: NetworkWeights) -> int:
+    """Of the draft pass behind a decode step that keeps all its rows: a block for each request."""
+    draft = weights.draft
+    assert draft is not None, "the model drafts"
+    total = weight_bytes(weights.head) + weight_bytes(draft) - weight_bytes(draft.markov_embed)
+    rows = len(case.requests) * config.dspark_block_size
+    for stage in draft.stages:
+        total += _expert_bytes(stage, config.dspark_num_experts_per_tok, rows)
+        for request in case.requests:
+            seen = min(request.context, config.sliding_window)
+            total += seen * window_row_bytes(config.head_dim)
+    return total
+
+
+def _expert_bytes(layer: LayerWeights, per_token: int, rows: int) -> int:
+    """Of the experts that `rows` rows choose, so many each, were all as likely."""
     experts = layer.moe.routed
-    share = 1 - (1 - config.num_experts_per_tok / experts.count) ** rows
+    share = 1 - (1 - per_token / experts.count) ** rows
     return int(weight_bytes(experts) * share)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.forward.cases import Case, num_global_pages, parse, step_of
-from benchmarks.forward.floor import step_bytes
+from benchmarks.forward.floor import draft_bytes, step_bytes
 from benchmarks.forward.steps import (
     Step,
     filled_pools,
@@ -121,6 +121,8 @@ def measure(
         }
     rows, decoder_rows = len(step.host.rows.tokens), len(step.host.rows.decoder_rows)
     moved = step_bytes(case, network.config, network.weights, rows, decoder_rows)
+    if plan.wants_drafts.any():
+        moved += draft_bytes(case, network.config, network.weights)
     return {
         "case": case.text,
         "requests": len(case.requests),

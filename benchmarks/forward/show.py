@@ -47,7 +47,8 @@ CHUNK = 16384
 DECODE = tuple(f"{name}=32*1@{context}" for name, context in (
     ("64K", 65_536), ("128K", 131_072), ("256K", 262_144), ("512K", 524_288), ("855K", 855_040),
 ))  # fmt: skip
-SINGLE = ("one=1*1@8192", "drafts=1*6@8192:5", "verify=16*6@131072:5")
+SINGLE = ("one=1*1@8192",)
+DRAFTING = ("drafts=1*6@8192:5", "verify=16*6@131072:5")
 
 ENGRAM = "engram=64*1@8192"
 PARTS = ("agreement", "documents", "decode", "replay", "hit", "engram", "served")
@@ -83,7 +84,7 @@ def replay_rows(network: Network, device: str) -> Iterator[Row]:
 
 
 def decode_rows(network: Network, device: str) -> Iterator[Row]:
-    for texts, draft in ((DECODE, False), (SINGLE, True)):
+    for texts, draft in ((DECODE, False), (SINGLE, False), (DRAFTING, True)):
         cases = [parse(text) for text in texts]
         limits = limits_for(cases, network.config, replay=True, draft=draft)
         pools = filled_pools(network, limits, device)

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.forward.cases import Request, num_global_pages, parse, prompt_steps, step_of
+from benchmarks.forward.floor import draft_bytes
 from benchmarks.forward.run import limits_for, rank_config
+from benchmarks.forward.weights import random_network
 from builder import commands
 from builder.cli import main
 
@@ -63,6 +66,19 @@ def test_a_rank_has_its_share_of_the_experts() -> None:
     assert (config.n_routed_experts, config.num_experts_per_tok) == (48, 6)
     assert (config.dspark_n_routed_experts, config.dspark_num_experts_per_tok) == (16, 3)
     assert config.hidden_size == 5120
+
+
+def test_what_more_requests_add_to_the_floor_of_a_draft_pass() -> None:
+    """TINY: two stages, four FP4 experts of which a row takes one, blocks of three, a window of
+    eight MXFP8 rows of 66 bytes."""
+    config = rank_config("tiny")
+    weights = random_network(config, torch.bfloat16, "cpu").weights
+    expert = 3 * (64 * 128 // 2 + 64 * 128 // 32)
+    shares = [1 - 0.75**rows for rows in (3, 6)]
+    floors = [draft_bytes(parse(f"x={n}*4@64:3"), config, weights) for n in (1, 2)]
+    chosen = [int(4 * expert * share) for share in shares]
+    assert floors[1] - floors[0] == 2 * (chosen[1] - chosen[0] + 8 * 66)
+    assert floors[0] > 2 * (chosen[0] + 8 * 66) + config.vocab_size * config.hidden_size * 2
 
 
 def test_a_run_on_a_cpu(tmp_path: Path) -> None:
