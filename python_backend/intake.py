@@ -63,6 +63,7 @@ class Intake:
         key = f"{next(self._keys)}"
         prompt_text = self._spelled(input_ids) if shown.prompt else ""
         many = options.num_sequences > 1
+        prompt_only = shown.prompt and asked.max_tokens == 0
         sequences = [
             AnswerSequence(
                 key=f"{key}.{i}" if i else key,
@@ -71,6 +72,7 @@ class Intake:
                 text=self._answer_text(asked),
                 shown=shown,
                 prompt_text=prompt_text,
+                prompt_only=prompt_only,
                 bytes_of=self._tokenizer().bytes_of if shown.token_bytes else None,
                 prompt_ids=input_ids if shown.prompt_log_probs and not i else None,
                 index=i if many else None,
@@ -88,7 +90,8 @@ class Intake:
         if stream.is_late:  # it waited for its text to be read
             raise stream.late()
         own = self._model.end_ids if asked.end_ids is None else asked.end_ids
-        max_tokens = self._max_tokens(asked.max_tokens, len(input_ids))
+        most = 1 if prompt_only else asked.max_tokens  # the core's steps end with a token
+        max_tokens = self._max_tokens(most, len(input_ids))
         sampling, end_ids = options.end_of_guide(
             sampling, options.end_ids(own), self._model.end_ids, max_tokens
         )
@@ -107,7 +110,7 @@ class Intake:
             ),
             stream,
         )
-        if others and self._can_hit(len(input_ids)):
+        if others and not prompt_only and self._can_hit(len(input_ids)):
             stream.begin_others = partial(self._add, others)
             others = []
         self._responder.open(stream)

@@ -19,7 +19,8 @@ Outputs = dict[str, npt.NDArray[Any]]
 
 @dataclass(eq=False)
 class AnswerSequence:
-    """`key` names it in the core. Without `streamed` the whole answer is one response.
+    """`key` names it in the core. Without `streamed` the whole answer is one response. With
+    `prompt_only` it is no token long, the one that the core makes is dropped.
 
     `index` is its number among several, None for the only one.
     """
@@ -30,6 +31,7 @@ class AnswerSequence:
     text: AnswerText | None
     shown: Shown = field(default_factory=Shown)
     prompt_text: str = ""  # shown before the answer
+    prompt_only: bool = False
     bytes_of: Callable[[npt.NDArray[np.int32]], list[bytes]] | None = None  # None: not asked for
     prompt_ids: npt.NDArray[np.int32] | None = None  # shown with their log probabilities
     index: int | None = None
@@ -48,6 +50,8 @@ class AnswerSequence:
         """The delta that is sent, its end if a stop string ends it, and the response that it makes
         due, None when it is kept for a later one: always where there is `more` to come with it."""
         self.cached_tokens = delta.cached_tokens
+        if self.prompt_only and delta.finish_reason is not None:
+            delta = _cut(delta, 0)._replace(finish_reason=FinishReason.LENGTH)
         if len(delta.output_ids) and self.first_token_at is None:
             self.first_token_at = time.monotonic()
         if self.text is not None:

@@ -110,6 +110,7 @@ def _prompts(value: Any) -> Any:
 
 class CompletionFields(Sampling):
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
     echo: bool | None = None
     best_of: int | None = None

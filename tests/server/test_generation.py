@@ -260,6 +260,17 @@ def test_echo_with_log_probabilities_of_the_prompt(server: Deployment, engine: P
     other = next(chunk for chunk in others if chunk["sequence_index"] == 1)
     assert other["text_output"].startswith(text)
     assert not PROMPT_LOG_PROBS & set(both(server, **asked | {"echo": False}))
+    for nothing_more in (
+        both(server, **asked | {"max_tokens": 0}),
+        *server.sse(**asked | {"max_tokens": 0}, stream=True),
+    ):
+        assert nothing_more["prompt_log_probs"] == answer["prompt_log_probs"]
+        assert (nothing_more["text_output"], nothing_more["output_ids"]) == (text, [])
+        assert (nothing_more["finish_reason"], nothing_more["num_output_tokens"]) == ("length", 0)
+        assert nothing_more["cum_log_probs"] == 0
+    several = {**asked, "max_tokens": 0, "logprobs": 0, "num_return_sequences": 3}
+    shown = list(server.stream(**several | {"exclude_input_in_output": False, "echo": True}))
+    assert [chunk["text_output"] for chunk in shown] == [text] * 3
 
 
 def test_a_deadline_ends_a_request_and_frees_its_pages(server: Deployment) -> None:

@@ -142,6 +142,19 @@ def test_echo_tells_the_log_probabilities_that_the_answer_had(api: openai.OpenAI
     assert probs.token_logprobs[place:-1] == pytest.approx(said.logprobs.token_logprobs, abs=1e-3)
     assert set(probs.top_logprobs[place]) == set(said.logprobs.top_logprobs[0])
 
+    for streams in (False, True):
+        made = api.completions.create(
+            model=MODEL, prompt=text, max_tokens=0, logprobs=2, echo=True, stream=streams
+        )
+        (only,) = made if streams else [made]
+        alone = only.choices[0]
+        assert streams or only.usage.completion_tokens == 0
+        assert (alone.text, alone.finish_reason) == (text, "length")
+        assert alone.logprobs.tokens == probs.tokens[:-1]
+        assert alone.logprobs.token_logprobs == probs.token_logprobs[:-1]
+    with pytest.raises(openai.BadRequestError, match="expected max_tokens ≥ 1, got 0"):
+        api.completions.create(model=MODEL, prompt=text, max_tokens=0)
+
 
 def test_an_answer_of_the_form_that_was_asked_for(api: openai.OpenAI) -> None:
     schema = {
