@@ -248,7 +248,7 @@ def test_wrong_types_and_shapes_are_refused_by_the_server_itself(server: Deploym
         list(server.stream(input_ids=np.ones((1, 3), np.int64)))
     with pytest.raises(RefusedError, match=r"unexpected inference input 'lora_task_id'"):
         list(server.stream(input_ids=[1], lora_task_id=1))
-    with pytest.raises(RefusedError, match=r"Unable to parse"):
+    with pytest.raises(RefusedError, match=r"^500 Unable to parse"):
         server.generate(input_ids="not ids")
 
 
