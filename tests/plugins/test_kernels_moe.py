@@ -191,19 +191,19 @@ def test_shared_experts_of_many_rows_stand_apart(
 
 
 @pytest.mark.parametrize(
-    "rows", [120, pytest.param(230, marks=pytest.mark.skipif(DEVICE == "cpu", reason="slow"))]
+    ("rows", "width"), [(120, 256)] if DEVICE == "cpu" else [(120, 512), (230, 512)]
 )
-def test_many_rows_of_an_expert(rows: int) -> None:
+def test_many_rows_of_an_expert(rows: int, width: int) -> None:
     """On compute capability 9.0 by kernel_hopper.py: blocks that are full and one that is not."""
-    dtype, of = torch.bfloat16, experts(3, 512, 512, "fp4", torch.bfloat16, spread=5)
+    dtype, of = torch.bfloat16, experts(3, width, width, "fp4", torch.bfloat16, spread=5)
     draw = torch.Generator().manual_seed(4)
     operands = on_device(
         {
-            "u": torch.randn(rows, 512, generator=draw).to(dtype),
+            "u": torch.randn(rows, width, generator=draw).to(dtype),
             "ids": torch.rand(rows, 3, generator=draw).argsort(1)[:, :2],
             "weights": torch.rand(rows, 2, generator=draw),
             "routed": of,
-            "shared": experts(1, 512, 512, "fp8", dtype),
+            "shared": experts(1, width, width, "fp8", dtype),
             "swiglu_limit": 10.0,
         }
     )
@@ -212,7 +212,8 @@ def test_many_rows_of_an_expert(rows: int) -> None:
     assert kernel._takes_hopper(known, 512, operands["u"].device) == on_hopper
     whole = kernel.moe(**operands)
     assert relative(whole, in_float64(operands)) < 4e-2
-    assert torch.equal(kernel.moe(**operands), whole)
+    if DEVICE == "cuda":  # the interpreter has no races
+        assert torch.equal(kernel.moe(**operands), whole)
     operands["u"][7, 5] = torch.nan
     poisoned = kernel.moe(**operands)
     assert poisoned[7].isnan().all()
