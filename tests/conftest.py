@@ -4,6 +4,7 @@ that tests of torch-free packages stay fast."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,14 @@ if not Path("/dev/nvidiactl").exists():
 
 TINY = Path(__file__).parent / "vectors" / "tiny"
 Golden = dict[str, Any]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def faster_interpreter() -> None:
+    if "triton.runtime.interpreter" in sys.modules:
+        from tests.interpreter import patch_once_a_launch
+
+        patch_once_a_launch()
 
 
 @pytest.fixture(scope="session")
