@@ -314,6 +314,38 @@ def test_a_sequence_that_fails_ends_the_others() -> None:
     assert client.wrongs == []
 
 
+@pytest.mark.parametrize("why", ["late", "left", "stopped"])
+def test_a_stream_ends_while_the_core_is_busy(why: str) -> None:
+    """The core hears of it and says nothing for a while; what it then says is dropped."""
+    client = Client(leaves_after=1 if why == "left" else 10**9)
+    cancelled = list[tuple[str, FinishReason]]()
+    stopped = RequestError("shutting_down", "expected to finish, but the server stopped")
+
+    def tick() -> None:
+        if why == "stopped" and client.received:
+            responder.end_all(stopped)
+
+    responder = Responder(lambda key, reason: cancelled.append((key, reason)), tick)
+    sequences = [AnswerSequence(f"k{i}", 1, True, None, index=i) for i in range(2)]
+    stream = ResponseStream("k", client, sequences, seconds=0.3 if why == "late" else None)
+    responder.open(stream)
+    responder.deliver(stream, 0, Delta(np.array([0], np.int32), 0))
+    responder.start()
+    assert client.ended.wait(10)
+    for index, last in ((0, FinishReason.LENGTH), (1, FinishReason.CANCELLED)):
+        responder.deliver(stream, index, Delta(np.array([1], np.int32), 0))
+        responder.deliver(stream, index, Delta(np.empty(0, np.int32), 0, last))
+    responder.close()
+    code, reason = {
+        "late": ("deadline_exceeded", FinishReason.TIMEOUT),
+        "left": ("cancelled", FinishReason.CANCELLED),
+        "stopped": ("shutting_down", FinishReason.ERROR),
+    }[why]
+    assert [error.code for error in client.errors] == [code]
+    assert cancelled == [("k0", reason), ("k1", reason)]
+    assert (len(client.received), client.wrongs, responder.num_open) == (1, [], 0)
+
+
 def test_a_whole_answer_is_the_streamed_one(ask: Any) -> None:
     streamed, whole = Client(), Client()
     ask("streamed", streamed)
