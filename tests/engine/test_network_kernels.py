@@ -25,6 +25,13 @@ CALLS = {
         "topk_select": ["topk_select", "candidate_blocks"],
     },
 }
+# What chooses between operators and one launch of its own, where it is called.
+CHOOSING = (
+    "engine.paged_cache",
+    "plugins.indexer.queries",
+    "plugins.markov",
+    "plugins.row_numbers",
+)
 
 
 @pytest.fixture
@@ -45,6 +52,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
             kernel = importlib.import_module(f"plugins.{folder}.kernel")
             for name in functions:
                 monkeypatch.setattr(caller, name, watched(getattr(kernel, name), name))
+    for module in CHOOSING:
+        monkeypatch.setattr(f"{module}.runs_kernels", lambda x: True)
     return names
 
 
