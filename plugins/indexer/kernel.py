@@ -32,6 +32,7 @@ _KEY_TILE = 128
 # Entries of one program: the queries are loaded once for them where a program has one row.
 _RUN_TILES = 4
 _NAMES = 512
+_NAMED_BLOCKS = 4096
 # Rows of one request that share decoded keys, at most.
 _MAX_ROWS = 4
 
@@ -278,7 +279,10 @@ def candidate_topk(
         return entries
     mask = unit_stride(blocks_mask).view(torch.uint8)
     listed = request.new_empty((rows, width))
-    list_blocks[(rows,)](mask, mask.stride(0), blocks, listed, width, min(4096, padded(blocks)))
+    tile = min(_NAMED_BLOCKS, padded(blocks))
+    list_blocks[(triton.cdiv(blocks, tile), rows)](
+        mask, mask.stride(0), blocks, listed, width, tile, num_warps=4
+    )
     scores = candidate_scores(
         queries, head_weights, keys, key_slots, request, num_visible, listed, block_size=block_size
     )

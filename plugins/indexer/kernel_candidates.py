@@ -11,21 +11,27 @@ import triton.language as tl
 
 @triton.jit
 def list_blocks(mask, mask_stride, num_blocks, listed, num_listed, TILE: tl.constexpr):
-    """The true columns of a row of the mask, ascending, then −1."""
-    row = tl.program_id(0).to(tl.int64)
-    found = 0
-    for first in range(0, num_blocks, TILE):
-        block = first + tl.arange(0, TILE)
-        inside = tl.load(mask + row * mask_stride + block, mask=block < num_blocks, other=0)
-        taken = (inside != 0).to(tl.int32)
-        place = found + tl.cumsum(taken, axis=0) - 1
-        out = listed + row * num_listed + place
-        tl.store(out, block.to(tl.int64), mask=(taken > 0) & (place < num_listed))
-        found += tl.sum(taken)
-    for first in range(found, num_listed, TILE):
-        place = first + tl.arange(0, TILE)
-        nothing = tl.full((TILE,), -1, tl.int64)
-        tl.store(listed + row * num_listed + place, nothing, mask=place < num_listed)
+    """The true columns of a row of the mask, ascending, then −1; TILE columns a program, which
+    counts those before its own."""
+    row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    mask += row * mask_stride
+    listed += row * num_listed
+    before = tl.zeros((TILE,), tl.int32)
+    for first in range(0, part * TILE, TILE):
+        before += (tl.load(mask + first + tl.arange(0, TILE)) != 0).to(tl.int32)
+    block = part * TILE + tl.arange(0, TILE)
+    inside = tl.load(mask + block, mask=block < num_blocks, other=0)
+    taken = (inside != 0).to(tl.int32)
+    reach = tl.sum(before) + tl.cumsum(taken, axis=0)
+    # The hint is for the layout of the store, whose mask has no runs: nothing but the address may
+    # use what it is put on.
+    place = tl.max_contiguous(tl.multiple_of(reach - 1, 4), 4)
+    tl.store(listed + place, block.to(tl.int64), mask=(taken > 0) & (reach <= num_listed))
+    if part == tl.num_programs(0) - 1:
+        for first in range(tl.max(reach, axis=0), num_listed, TILE):
+            nowhere = first + tl.arange(0, TILE)
+            nothing = tl.full((TILE,), -1, tl.int64)
+            tl.store(listed + nowhere, nothing, mask=nowhere < num_listed)
 
 
 @triton.jit

@@ -151,9 +151,9 @@ def score_few_rows(
     TILE: tl.constexpr, WARPS: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`tiles` tiles of columns of up to three batches, SHARING rows; see column_slots."""
-    # Of one row so little is computed that a load takes longer than a tile. The compiler puts loads
-    # behind the last use of what they replace.
-    AHEAD: tl.constexpr = 2 if (SHARING == 1) & (BLOCK == 0) else 1
+    # By two tiles, so that a lone row's next keys stay in their registers.
+    UNROLL: tl.constexpr = 2 if (SHARING == 1) & (BLOCK == 0) else 1
+    WHOLE: tl.constexpr = (BLOCK == 0) & (PER_PAGE % TILE == 0) & (ROWS % PER_PAGE == 0)
     row = tl.program_id(1) * SHARING
     end = tl.minimum(row + SHARING, num_rows)
     begin = tl.program_id(0) * tiles * TILE
@@ -162,18 +162,17 @@ def score_few_rows(
         owner, stop, most = _segment(request, num_visible, row, end, num_keys, SPAN)
         pages = key_slots + owner * slots_stride
         named = blocks + row * blocks_stride
-        # The next tiles' keys, and the slots of the one behind them, are on their way meanwhile.
+        # The next tile's keys, and the slots of the one behind it, are on their way meanwhile.
         limit = most if BLOCK > 0 else tl.minimum(most, beyond)
-        slots = column_slots(pages, begin, limit, named, beyond, TILE, WARPS, PER_PAGE, ROWS, BLOCK)
-        there, e, w0, w1, w2, w3 = load_keys(data, slots, page_stride, TILE, WARPS, ROWS, ROW)
         slots = column_slots(
-            pages, begin + TILE, limit, named, beyond, TILE, WARPS, PER_PAGE, ROWS, BLOCK
+            pages, begin, limit, named, beyond, TILE, WARPS, PER_PAGE, WHOLE, BLOCK
         )
-        if AHEAD == 2:
-            there1, e1, u0, u1, u2, u3 = load_keys(data, slots, page_stride, TILE, WARPS, ROWS, ROW)
-            slots = column_slots(
-                pages, begin + 2 * TILE, limit, named, beyond, TILE, WARPS, PER_PAGE, ROWS, BLOCK
-            )
+        there, e, w0, w1, w2, w3 = load_keys(
+            data, slots, page_stride, TILE, WARPS, ROWS, ROW, WHOLE
+        )
+        slots = column_slots(
+            pages, begin + TILE, limit, named, beyond, TILE, WARPS, PER_PAGE, WHOLE, BLOCK
+        )
         if EARLY:
             tl.extra.cuda.gdc_wait()
         q0, weight0 = _load_queries(codes, weights, row, BATCH, HEADS, WIDEN)
@@ -193,17 +192,17 @@ def score_few_rows(
         columns2 = tl.where(mine < stop - 2 * BATCH, beyond, 0)
         seen = beyond if BLOCK > 0 else tl.maximum(limit, begin)
         full = tl.cdiv(seen - begin, TILE)
-        # Unrolled by as many tiles, so that what is ahead stays in its registers.
-        for tile in tl.range(full, num_stages=1, loop_unroll_factor=AHEAD):
+        # Queries lie in shared memory: without it the compiler waits for them in every turn.
+        tl.debug_barrier()
+        for tile in tl.range(full, num_stages=1, loop_unroll_factor=UNROLL):
             start = begin + tile * TILE
             now, e_now, v0, v1, v2, v3 = there, e, w0, w1, w2, w3
-            there, e, w0, w1, w2, w3 = load_keys(data, slots, page_stride, TILE, WARPS, ROWS, ROW)
-            if AHEAD == 2:
-                there, there1, e, e1 = there1, there, e1, e
-                w0, w1, w2, w3, u0, u1, u2, u3 = u0, u1, u2, u3, w0, w1, w2, w3
-            behind = start + (AHEAD + 1) * TILE
+            there, e, w0, w1, w2, w3 = load_keys(
+                data, slots, page_stride, TILE, WARPS, ROWS, ROW, WHOLE
+            )
+            behind = start + 2 * TILE
             slots = column_slots(
-                pages, behind, limit, named, beyond, TILE, WARPS, PER_PAGE, ROWS, BLOCK
+                pages, behind, limit, named, beyond, TILE, WARPS, PER_PAGE, WHOLE, BLOCK
             )
             keys, largest = key_codes(e_now, v0, v1, v2, v3, TILE, WIDEN)
             # A candidate that is there is seen.
@@ -241,6 +240,7 @@ def score_many_rows(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of entries of SHARING rows, a power of two."""
+    WHOLE: tl.constexpr = (PER_PAGE % TILE == 0) & (ROWS % PER_PAGE == 0)
     row = tl.program_id(1) * SHARING
     end = tl.minimum(row + SHARING, num_rows)
     start = tl.program_id(0) * TILE
@@ -250,8 +250,10 @@ def score_many_rows(
         batches = tl.cdiv(stop - row, BATCH)
         computed = tl.where(start < most, batches, 0)
         pages = key_slots + owner * slots_stride
-        slots = column_slots(pages, start, most, pages, num_keys, TILE, WARPS, PER_PAGE, ROWS, 0)
-        there, e, w0, w1, w2, w3 = load_keys(data, slots, page_stride, TILE, WARPS, ROWS, ROW)
+        slots = column_slots(pages, start, most, pages, num_keys, TILE, WARPS, PER_PAGE, WHOLE, 0)
+        there, e, w0, w1, w2, w3 = load_keys(
+            data, slots, page_stride, TILE, WARPS, ROWS, ROW, WHOLE
+        )
         keys, largest = key_codes(e, w0, w1, w2, w3, TILE, WIDEN)
         if EARLY:
             tl.extra.cuda.gdc_wait()
@@ -326,12 +328,12 @@ def scores_float8(
     sharing = -(-each // -(-each // _FEW))
     groups, of_row = triton.cdiv(num_rows, sharing), triton.cdiv(num_columns, _FEW_TILE)
     # As many programs as registers allow, which is limited below.
-    at_once = (6 if sharing == 1 else 4) * limits(queries.device).multiprocessors
+    at_once = (7 if sharing == 1 else 4) * limits(queries.device).multiprocessors
     tiles = _run(groups, of_row, at_once)
     if blocks is not None:
         tiles = min(tiles, 2)
     elif not INTERPRETED:
-        options["maxnreg"] = 80 if sharing == 1 else 128
+        options["maxnreg"] = 72 if sharing == 1 else 128
     named = scores if blocks is None else unit_stride(blocks)
     score_few_rows[(triton.cdiv(of_row, tiles), groups)](
         codes, weights, *of_keys, scores, num_columns, num_rows, tiles,

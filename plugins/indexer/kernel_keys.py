@@ -58,15 +58,14 @@ def quarter():
 @triton.jit
 def column_slots(
     first, start, visible, blocks, num_columns, TILE: tl.constexpr, WARPS: tl.constexpr,
-    PER_PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PER_PAGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """int32 [4, 8, WARPS, 2, RUNS] slots of a tile's columns, −1 where there is none. Where pages
-    allow it, the slot of the first of two rows alone: the other is eight further on.
+    """int32 [4, 8, WARPS, 2, RUNS] slots of a tile's columns, −1 where there is none. WHOLE: a tile
+    lies in one page, and its first slot is enough.
 
     `first` are the pages of one request. Column j is entry j, or, with BLOCK, entry j % BLOCK of
     the block that `blocks` names at j // BLOCK."""
-    TOGETHER: tl.constexpr = (PER_PAGE % 16 == 0) & (ROWS % PER_PAGE == 0) & (BLOCK == 0)
-    column = start + places(TILE, WARPS, 1 if TOGETHER else 2)
+    column = start if WHOLE else start + places(TILE, WARPS, 2)
     if BLOCK > 0:
         block = tl.load(blocks + column // BLOCK, mask=column < num_columns, other=-1).to(tl.int32)
         entry = block * BLOCK + column % BLOCK
@@ -85,19 +84,27 @@ def column_slots(
 @triton.jit
 def load_keys(
     data, slots, page_stride, TILE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
-    ROW: tl.constexpr,
+    ROW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Whether the rows at `slots` are there; the exponents of their groups, uint8, and the four
     words of each; all [4, 8, WARPS, 2, RUNS], undefined at −1."""
     there = slots >= 0
-    slot = slots.to(tl.uint32)
-    offset = (slot // ROWS).to(tl.int64) * page_stride + (slot % ROWS) * ROW
-    if slots.shape[3] == 1:
-        offset = offset + (tl.arange(0, 2) * (8 * ROW))[None, None, None, :, None]
-        there = tl.broadcast_to(there, (4, 8, WARPS, 2, TILE // (16 * WARPS)))
-    row = data + offset
-    exponent = tl.load(row + 64 + quarter(), mask=there)
-    words = (row + 16 * quarter()).to(tl.pointer_type(tl.int32), bitcast=True)
+    if WHOLE:
+        slot = tl.maximum(slots, 0)
+        # Added one after the other: what differs between a thread's rows is then part of the loads.
+        page = data + (slot // ROWS).to(tl.int64) * page_stride + (slot % ROWS) * ROW
+        row = page + places(16 * WARPS, WARPS, 1) * ROW
+        further = (tl.arange(0, 2) * 8)[None, None, None, :, None]
+        further = (
+            further + (tl.arange(0, TILE // (16 * WARPS)) * (16 * WARPS))[None, None, None, None, :]
+        )
+        further *= ROW
+    else:
+        slot = slots.to(tl.uint32)
+        row = data + (slot // ROWS).to(tl.int64) * page_stride + (slot % ROWS) * ROW
+        further = 0
+    exponent = tl.load((row + 64 + quarter()) + further, mask=there)
+    words = (row + 16 * quarter()).to(tl.pointer_type(tl.int32), bitcast=True) + further // 4
     return (
         there, exponent, tl.load(words, mask=there), tl.load(words + 1, mask=there),
         tl.load(words + 2, mask=there), tl.load(words + 3, mask=there),

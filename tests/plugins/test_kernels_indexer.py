@@ -283,6 +283,26 @@ def test_pages_of_slots_are_the_slots(dtype: torch.dtype) -> None:
     assert torch.equal(*scored)
 
 
+@pytest.mark.parametrize("rows", [(1, 1), (6, 5), (40, 1)], ids=str)
+def test_tiles_that_lie_in_one_page(rows: tuple[int, ...]) -> None:
+    """The bits of entries looked up one by one. Pages of 128 rows, one of them missing, the last
+    one not whole; what a row does not see of a page is NaN."""
+    operands, _ = packed_operands(IndexCase("whole pages", rows, 8, 128, 300), 128)
+    values = torch.randn(6 * 128, 128, generator=torch.Generator().manual_seed(5))
+    values[4 * 128 + 44 : 5 * 128] = torch.nan
+    operands["keys"] = paged(ValueRows(values), index_record(128), 128)[0]
+    operands["num_visible"].copy_(300 - 37 * torch.arange(sum(rows)) % 300)
+    first = 128 * torch.tensor([[3, -1, 4], [2, 5, 4]], device=DEVICE)
+    first[0, 1] = -1
+    entry = torch.arange(300, device=DEVICE)
+    pages = first[:, entry // 128]
+    plain = torch.where(pages >= 0, pages + entry % 128, -1)
+    whole = kernel.index_scores(**{**operands, "key_slots": PagedSlots(first, 128, 300)})
+    assert not whole.isnan().any()
+    assert torch.isneginf(whole[0, 128:256]).all()
+    assert torch.equal(whole, kernel.index_scores(**{**operands, "key_slots": plain}))
+
+
 def test_a_poisoned_key_stays_poisoned() -> None:
     operands = moved(IndexCase("NaN", (1,), 4, 32, 20).operands(torch.float32))
     operands["num_visible"][:] = 20
