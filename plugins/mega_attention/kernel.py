@@ -170,23 +170,15 @@ def _attention(
 def _join(
     positions, inv_freq, sink, o, parts, stats, num_parts,
     H: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEPT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """KEPT: parts have their columns in the order of kernel_hopper_decode.py, and the kernel before
-    this one may still run when it begins."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head < H
     cos, sin = cos_sin(tl.load(positions + row), inv_freq, WIDTH, ROTATED, PAIRS)
     logit, peak = _bounded_sink(sink, head, H)
     pair = tl.arange(0, PAIRS)
-    if KEPT:
-        place = (pair // 4 % 4) * (PAIRS // 16) + pair // 16
-        even_at = place * 8 + pair % 2 * 4 + pair // 2 % 2
-        odd_at = even_at + 2
-        tl.extra.cuda.gdc_wait()
-    else:
-        even_at, odd_at = pair, pair + PAIRS
+    even_at, odd_at = pair, pair + PAIRS
     for first in range(0, num_parts, GROUP):
         part = first + tl.arange(0, GROUP)
         at = (row * num_parts + part[:, None]) * H + head[None, :]
@@ -209,6 +201,71 @@ def _join(
             total += part_total * grow
             out_even += part_even * grow[:, None]
             out_odd += part_odd * grow[:, None]
+    _store_output(o, row, head, out_even, out_odd, total, cos, sin, H, WIDTH, PAIRS)
+
+
+@triton.jit
+def _highest(peak, stats, at, stride, there, count, GROUP: tl.constexpr):
+    """The maximum of `peak` and those of `count` parts, at most GROUP."""
+    for i in tl.static_range(GROUP):
+        of_part = stats + 2 * (at + i * stride)
+        peak = tl.maximum(peak, tl.load(of_part, mask=there & (i < count), other=-_MAX_BOUND))
+    return peak
+
+
+@triton.jit
+def _add_parts(
+    peak, total, out, stats, parts, at, stride, there, count,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """`total` and `out` [heads, COLUMNS] with `count` parts more, at most GROUP."""
+    column = tl.arange(0, COLUMNS)
+    for i in tl.static_range(GROUP):
+        of_part = at + i * stride
+        is_there = there & (i < count)
+        grow = tl.exp2(tl.load(stats + 2 * of_part, mask=is_there, other=-_MAX_BOUND) - peak)
+        total += tl.load(stats + 2 * of_part + 1, mask=is_there, other=0.0) * grow
+        columns = parts + (of_part * COLUMNS)[:, None] + column[None, :]
+        out += tl.load(columns, mask=is_there[:, None], other=0.0) * grow[:, None]
+    return total, out
+
+
+@triton.jit
+def _join_kept(
+    positions, inv_freq, sink, o, parts, stats, num_parts,
+    H: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    """Join parts whose columns are in the order of kernel_hopper_decode.py, and whose kernel may
+    still run when this one begins: in groups of GROUP, of which there are MORE than one. The loads
+    of a group wait for nothing."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    there = head < H
+    position = tl.load(positions + row)
+    logit, peak = _bounded_sink(sink, head, H)
+    at = row * num_parts * H + head
+    peak = _highest(peak, stats, at, H, there, num_parts, GROUP)
+    if MORE:
+        for first in range(GROUP, num_parts, GROUP):
+            peak = _highest(peak, stats, at + first * H, H, there, num_parts - first, GROUP)
+    total = tl.exp2(logit - peak)
+    out = tl.zeros((HEADS, 2 * PAIRS), tl.float32)
+    total, out = _add_parts(
+        peak, total, out, stats, parts, at, H, there, num_parts, 2 * PAIRS, GROUP
+    )
+    if MORE:
+        for first in range(GROUP, num_parts, GROUP):
+            total, out = _add_parts(
+                peak, total, out, stats, parts, at + first * H, H, there, num_parts - first,
+                2 * PAIRS, GROUP,
+            )  # fmt: skip
+    out = out.reshape(HEADS, 4, PAIRS // 16, 2, 2, 2).permute(0, 2, 1, 5, 3, 4)
+    out_even, out_odd = tl.split(out.reshape(HEADS, PAIRS, 2))
+    # Behind the loads of the parts, which do not wait for the position.
+    cos, sin = cos_sin(position, inv_freq, WIDTH, ROTATED, PAIRS)
     _store_output(o, row, head, out_even, out_odd, total, cos, sin, H, WIDTH, PAIRS)
 
 
@@ -282,6 +339,7 @@ def mega_attention(
         hopper.attention_hopper[(programs,)](
             *operands, *window_rows.arguments()[:-1], *main_rows.arguments()[:-1], *slots,
             *cut[:-1], rows * parts, *sizes, hopper.HEADS, hopper.TILE, split, num_warps=8,
+            **({"launch_pdl": True} if split else {}),
         )  # fmt: skip
     else:
         head_block = min(most_heads(limits(q.device), q.dtype), padded(heads))
@@ -295,9 +353,9 @@ def mega_attention(
         )  # fmt: skip
     if split:
         group = min(16, triton.next_power_of_2(parts))
-        options = {"launch_pdl": True} if by_warp_groups else {}
-        _join[(rows, triton.cdiv(heads, _JOIN_HEADS))](
-            positions, inv_freq, sink, o, partial, stats, parts,
-            *sizes, pairs, _JOIN_HEADS, group, by_warp_groups, **options,
-        )  # fmt: skip
+        of_row = positions, inv_freq, sink, o, partial, stats, parts, *sizes, pairs
+        if by_warp_groups:
+            _join_kept[(rows, heads)](*of_row, 1, group, parts > group, launch_pdl=True)
+        else:
+            _join[(rows, triton.cdiv(heads, _JOIN_HEADS))](*of_row, _JOIN_HEADS, group)
     return o

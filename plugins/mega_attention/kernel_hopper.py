@@ -209,8 +209,9 @@ def attention_hopper(
     """Programs take items, parts of rows, in turn. Part p has the window keys from p · window_chunk
     on and the entries from p · chunk − lead on."""
     if SPLIT:
+        # The kernel before this one may still run, and the next one may come.
         gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [],
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

@@ -280,12 +280,10 @@ def kernels(device: Limits) -> Kernels:
             "attention small", attention._attention,
             {**ATTENTION, "q": "*fp32", "o": "*fp32", "window": "*fp32"}, SMALL_ATTENTION, 4,
         ),
-        *(
-            (
-                f"attention join{order}", attention._join, ATTENTION,
-                {**HEAD, "HEADS": 4, "GROUP": 16, "KEPT": bool(order)}, 4,
-            )
-            for order in ("", ", kept order")
+        ("attention join", attention._join, ATTENTION, {**HEAD, "HEADS": 4, "GROUP": 16}, 4),
+        (
+            "attention join, kept order", attention._join_kept, ATTENTION,
+            {**HEAD, "HEADS": 1, "GROUP": 16, "MORE": False}, 4,
         ),
         *(
             (
