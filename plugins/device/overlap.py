@@ -24,12 +24,13 @@ def overlaps(device: torch.device) -> bool:
 
 @triton.jit
 def after_previous(OVERLAP: tl.constexpr):
-    """Wait for the launch before this one, and let the next begin as soon as there is room.
+    """Let the next launch begin as soon as there is room, and wait for the one before this.
 
     Comes before a program's first access to memory that another launch writes, and before its
-    first store: then whatever waits for this launch waits for all before it too. A launch with
-    OVERLAP but without `launch_pdl` runs as any other.
+    first store: then whatever waits for this launch waits for all before it too, even where it
+    began before this one went on. A launch with OVERLAP but without `launch_pdl` runs as any other.
     """
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+        # The next one's programs are set up while this one waits; they wait for its end.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
