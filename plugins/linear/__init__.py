@@ -1,5 +1,6 @@
 """The linear layer and the row tiling that makes CPU results independent of the batch."""
 
+from plugins.linear.pieces import linear_pair
 from plugins.linear.reference import linear
 from plugins.linear.tiles import ROW_TILE, row_tiled
 from plugins.linear.weight import (
@@ -19,6 +20,7 @@ __all__ = [
     "PackedLinearWeight",
     "PackedMatrix",
     "linear",
+    "linear_pair",
     "row_tiled",
     "wide_linear",
 ]

@@ -20,6 +20,7 @@ from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, 
 from plugins.device.numbers import mxfp8_round
 from plugins.device.overlap import after_previous, overlaps
 from plugins.device.weights import DeviceWeight, device_weight, load_weight
+from plugins.linear.kernel_few import few_products, takes_few
 from plugins.linear.kernel_planes import planes_of, product_planes, spread_rows
 from plugins.linear.kernel_split import split_product
 from plugins.linear.weight import LinearWeight, PackedLinearWeight
@@ -218,6 +219,8 @@ def product(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: i
     For fewer rows than DECODED_ROWS. The sum over K may be cut into parts that another launch adds
     up, first to last.
     """
+    if groups == 1 and takes_few(x, kept, weight):
+        return few_products(x, (weight,))[0]
     rows, inner, outputs = x.shape[0], weight.shape[1], weight.shape[0] // groups
     wide = x.dtype == torch.float32
     by_planes = not wide and weight.words and inner % PLANE_STEP == 0
@@ -263,7 +266,8 @@ def _spread(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight) -> torch.
     rows, width = x.shape
     count, overlap = planes_of(weight.stored), overlaps(x.device)
     planes = x.new_empty((count, rows, width // count))
-    tile = min(_TILE, padded(width, 128))
+    # Of few rows, more programs are on the way at a time.
+    tile = min(_TILE if rows <= 16 else 2 * _TILE, padded(width, 128))
     spread_rows[(rows, triton.cdiv(width, tile))](
         x, x.stride(0), planes, planes.stride(0), width, tile, count, rounds, _takes_float8(x),
         overlap, launch_pdl=overlap,
@@ -299,3 +303,16 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     if (x.dtype, value.dtype) == (torch.float32, torch.bfloat16):
         return split_product(x, value)
     return x @ value.T
+
+
+def linear_pair(
+    x: torch.Tensor, first: LinearWeight, second: LinearWeight
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """linear(x, first) and linear(x, second), bit for bit; in one launch where rows are few."""
+    a, b = packed_weight(first), packed_weight(second)
+    if a is not None and b is not None and not needs_reference(x):
+        alike = (a.stored, a.shape[1], a.scale_stride) == (b.stored, b.shape[1], b.scale_stride)
+        if alike and takes_few(x, first, a) and takes_few(x, second, b):
+            one, other = few_products(x, (a, b))
+            return one, other
+    return linear(x, first), linear(x, second)

@@ -29,6 +29,7 @@ from plugins.indexer import kernel_float8 as float8
 from plugins.indexer import kernel_queries as index_queries
 from plugins.kv_write import kernel as kv_write
 from plugins.linear import kernel as linear
+from plugins.linear import kernel_few as few
 from plugins.linear import kernel_planes as planes
 from plugins.linear import kernel_split as split
 from plugins.mega_attention import kernel as attention
@@ -108,7 +109,9 @@ LINEAR = {
     "x": "*bf16", "row_stride": STRIDE, "codes": "*u8", "scale": "*u8", "scale_stride": STRIDE,
     "global_scale": "*fp32", "y": "*bf16", "num_rows": "i32", "N": STRIDE, "K": STRIDE,
     "chunk": STRIDE, "rounded": "*bf16", "values": "*bf16", "parts": "*fp32", "numel": "i32",
-    "planes": "*bf16", "plane_stride": STRIDE, "groups": "i32",
+    "planes": "*bf16", "plane_stride": STRIDE, "groups": "i32", "x_stride": STRIDE,
+    "other_codes": "*u8", "other_scale": "*u8", "other_y": "*bf16", "other_N": STRIDE,
+    "programs": "i32",
 }  # fmt: skip
 ENGRAM = {
     "tokens": "*i64", "request": "*i64", "query_start": "*i64", "history": "*i64",
@@ -177,6 +180,14 @@ def linear_kernels(device: Limits) -> Kernels:
         made.append(
             (f"linear {name}", planes.product_planes, LINEAR, constants, tile.warps, tile.stages)
         )
+    for name, rows, stored, inner in (("one row", 1, 0, 8192), ("few rows", 8, 1, 1280)):
+        tile = few.few_tiles(rows, inner)
+        constants = {
+            "STORED": stored, "ROWS": rows, "SHARES": tile.shares, "OUTPUTS": tile.outputs,
+            "STEPS": tile.steps, "AHEAD": tile.ahead, "READ": tile.read,
+            "EVEN": rows == 1,
+        }  # fmt: skip
+        made.append((f"linear {name}", few.product_few, LINEAR, {**constants, **overlap}, 8))
     for name, kind, constants in (
         ("values", "*bf16", {"STORED": 0, "WORDS": True, "EVEN": True, **DOT}),
         ("float32", "*fp32", {"STORED": 1, "WORDS": False, "EVEN": False, "DOT": tl.float32,

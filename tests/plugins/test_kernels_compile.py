@@ -28,7 +28,13 @@ DO_NOT = (
     "linear split",
     "linear sum",
 )
-NARROW = ("attention small", "attention float32", "linear float32")  # wgmma takes 64 rows
+NARROW = (
+    "attention small",
+    "attention float32",
+    "linear float32",
+    "linear one row",
+    "linear few rows",
+)  # wgmma takes 64 rows
 # Shared memory that one block may take, of CUDA's table of compute capabilities: 163, 227, 227 and
 # 99 KiB.
 SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -47,7 +53,7 @@ def test_kernels_compile_ahead_of_time(capability: int, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == {80: 9, 90: 73}.get(capability, 10)
+    assert len(rows) == {80: 9, 90: 75}.get(capability, 10)
     for row in rows:
         assert 0 <= row["shared"] <= limit, row
         # A kernel that asks for more than there is can become a lone trap.

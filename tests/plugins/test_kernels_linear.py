@@ -222,18 +222,51 @@ def test_the_inline_assembly_takes_words_apart(planes: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_depends_on_itself_only(dtype: torch.dtype) -> None:
-    """Among up to 16 rows: alone, in another order, beside rows that are not numbers."""
-    operands = moved(PackedCase("", 16, 256, 40, PackedFormat.MXFP8).operands(dtype))
+@pytest.mark.parametrize("rows", [([5], [7, 0, 5]), ([15, 0, 5, 8, 4, 1, 12, 2, 3],)], ids=len)
+def test_a_row_depends_on_itself_only(rows: tuple[list[int], ...], dtype: torch.dtype) -> None:
+    """Among up to 8 rows, or 9 to 16: fewer, in another order, beside rows that are not numbers."""
+    count = max(map(max, rows)) + 1
+    operands = moved(PackedCase("", count, 256, 40, PackedFormat.MXFP8).operands(dtype))
     x, weight = operands["x"], operands["weight"]
     whole = kernel.linear(x, weight)
-    for rows in ([5], [15, 0, 5]):
-        assert torch.equal(kernel.linear(x[rows], weight), whole[rows])
+    for some in rows:
+        assert torch.equal(kernel.linear(x[some], weight), whole[some])
     x[3, 7] = torch.nan
     poisoned = kernel.linear(x, weight)
     assert poisoned[3].isnan().all()
     poisoned[3] = whole[3]
     assert torch.equal(poisoned, whole)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 11])
+def test_a_pair_gives_the_bits_of_either_layer(count: int) -> None:
+    """Also where the formats differ, so that no launch takes both."""
+    cases = [
+        moved(PackedCase("", count, 1024, outputs, stored).operands(torch.bfloat16))
+        for outputs, stored in (
+            (48, PackedFormat.FP8_BLOCKS),
+            (70, PackedFormat.FP8_BLOCKS),
+            (40, PackedFormat.FP4_ROWS),
+        )
+    ]
+    x, first = cases[0]["x"], cases[0]["weight"]
+    for other in cases[1:]:
+        ours = kernel.linear_pair(x, first, other["weight"])
+        assert torch.equal(ours[0], kernel.linear(x, first))
+        assert torch.equal(ours[1], kernel.linear(x, other["weight"]))
+
+
+@pytest.mark.parametrize("count", [1, 8, 16])
+def test_a_diagonal_weight_gives_the_rounded_rows(count: int) -> None:
+    draw = torch.Generator().manual_seed(6)
+    rows = torch.randn(count, 256, generator=draw)
+    rows *= 10.0 ** torch.linspace(-30, 25, count)[:, None]
+    rows[0, :32] = torch.linspace(-0.02, 0.02, 32)  # ties and subnormals of E4M3
+    rows[-1, 64:] = torch.arange(192) - 96.0
+    rows = rows.to(torch.bfloat16)
+    weight = moved_weight(packed_weight(torch.eye(256), PackedFormat.FP8_BLOCKS, torch.bfloat16))
+    ours = kernel.linear(rows.to(DEVICE), weight).cpu()
+    assert torch.equal(ours, mxfp8.ACTIVATION.round(rows))
 
 
 def test_float64_gradients_and_parts_of_groups_run_the_reference() -> None:
