@@ -13,8 +13,9 @@ setup:  ## make .venv with everything needed to build, serve and test
 demo: setup  ## build TinyFlash, serve it with the real Triton server, ask it questions
 	@OMP_NUM_THREADS=2 $(VENV)/python -m examples.demo
 
+# Reordered, files of few tests come last, and some of the longest tests are alone in theirs.
 test: lint  ## lint, types and every test that this machine can run
-	$(VENV)/python -m pytest -n 2 --dist loadfile
+	$(VENV)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup  ## ruff and strict mypy
 	$(VENV)/ruff check .
