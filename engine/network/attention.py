@@ -11,7 +11,7 @@ from engine.network.select import Selection, select
 from engine.network.weights import AttentionWeights
 from plugins.formats.rows import RowStore
 from plugins.kv_write import norm_and_write, rotated_write
-from plugins.linear import linear
+from plugins.linear import linear, linear_pair
 from plugins.mega_attention import mega_attention
 from plugins.wo_a import wo_a
 
@@ -41,7 +41,7 @@ def latent_and_window(
 ) -> torch.Tensor:
     """The window rows of attention inputs u [T, D], written; and what both the attention and the
     index queries come from, [T, q_lora_rank]."""
-    latent, row = linear(u, weights.wq_a), linear(u, weights.wkv)
+    latent, row = linear_pair(u, weights.wq_a, weights.wkv)
     return norm_and_write(
         latent, weights.q_norm, row, weights.kv_norm, positions, inv_freq, window, slots, eps=eps
     )

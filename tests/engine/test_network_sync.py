@@ -19,6 +19,7 @@ from engine.batch import DraftBatch
 from engine.network import Network
 from plugins.indexer import index_queries
 from plugins.kv_write import norm_and_write, rotated_write
+from plugins.linear import linear_pair
 from plugins.mega_mhc import mega_mhc
 from plugins.registry import OPERATORS
 
@@ -51,7 +52,7 @@ def unwatched_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     references = {entry.reference for entry in OPERATORS.values()}
-    in_one_launch = {index_queries, mega_mhc, norm_and_write, rotated_write}
+    in_one_launch = {index_queries, linear_pair, mega_mhc, norm_and_write, rotated_write}
     replaced = 0
     for found in pkgutil.iter_modules(rooms.__path__, "engine.network."):
         module = importlib.import_module(found.name)
