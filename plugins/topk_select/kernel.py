@@ -2,8 +2,8 @@
 
 A program reads a part of a row twice. The best of each of many groups of columns bound the k-th
 best score from below; what reaches the bound is a short list, of which the k best are found in
-registers. Parts of a long row are selected first, then what they keep. Nothing is approximate, and
-a row's result depends on its own scores only.
+registers. Parts of a long row are selected first, then what they keep; many long rows go by levels
+(kernel_levels.py). Nothing is approximate, and a row's result depends on its own scores only.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -18,6 +18,7 @@ import triton.language as tl
 from plugins.device.launch import needs_reference, padded, unit_stride
 from plugins.device.search import LEAST_KEY, best, bound, bound_key, extent, threshold
 from plugins.registry import OPERATORS
+from plugins.topk_select.kernel_levels import select_by_levels, takes_levels
 
 # Columns of one program.
 _PART = 16_384
@@ -188,7 +189,10 @@ def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
     if needs_reference(scores):
         reference: torch.Tensor = OPERATORS["topk_select"].reference(scores, k)
         return reference
-    return _select(unit_stride(scores), min(k, scores.shape[1]), mask=False)
+    scores, k = unit_stride(scores), min(k, scores.shape[1])
+    if takes_levels(scores.shape[0], scores.shape[1], k):
+        return select_by_levels(scores, k)
+    return _select(scores, k, mask=False)
 
 
 def candidate_blocks(

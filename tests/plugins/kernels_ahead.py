@@ -36,6 +36,7 @@ from plugins.mega_attention import kernel as attention
 from plugins.mega_attention import kernel_hopper as hopper
 from plugins.sample import kernel as sample
 from plugins.topk_select import kernel as select
+from plugins.topk_select import kernel_levels as levels
 
 STRIDE = "aligned i32"
 MAIN = {"ROWS": 64, "ROW": 288, "STORED": 4}
@@ -90,6 +91,8 @@ SELECT = {
     "num_visible": "*i64", "block_scores": "*fp32", "num_blocks": "i32", "largest": "fp32",
     "blocks": "*i64", "num_listed": "i32", "mask": "*u8", "mask_stride": "i32",
     "listed": "*i64", "entries": "*i64", "num_entries": "i32",
+    "eights": "*fp32", "num_eights": STRIDE, "tops": "*fp32", "num_tops": STRIDE,
+    "names": "*i32", "selected": "*i64",
 }  # fmt: skip
 SAMPLE = {
     "logits": "*fp32", "row_stride": STRIDE, "temperature": "*fp32", "top_k": "*i64",
@@ -319,6 +322,8 @@ def kernels(device: Limits) -> Kernels:
             "select blocks", select._select_part, {**SELECT, "kept_columns": "*fp32"},
             {**one, "GROUPS": 8192, "LIST": 4096, "LAST": True, "MASK": True}, 8,
         ),
+        ("select block tops", levels.block_tops, SELECT, {"TILE": 4096}, 8),
+        ("select levels", levels.descend, SELECT, {"TOP": 2048, "ROOM": 512}, 8),
         ("block scores", select._block_scores, SELECT, {"BLOCK": 8, "PADDED": 8, "TILE": 512}, 8),
         ("list blocks", candidates.list_blocks, SELECT, {"TILE": 4096}, 4),
         ("name entries", candidates.name_entries, SELECT, {"BLOCK": 8, "TILE": 512}, 4),

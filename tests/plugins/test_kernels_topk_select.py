@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_oracle import load_kernel, moved
 
+from plugins.topk_select import kernel_levels as levels
 from plugins.topk_select.cases import CASES, SelectCase
 
 kernel = load_kernel("topk_select")
@@ -137,6 +138,42 @@ def test_nothing_is_listed_behind_a_list(values: str, monkeypatch: pytest.Monkey
     kernel.topk_select(scores, 300)
     assert [len(scratch) for scratch in made] == [2 * 1024 + 64] * 2
     assert all((scratch[-64:] == -7).all() for scratch in made)
+
+
+@pytest.mark.parametrize("values", ["distinct", "few values", "zeros", "infinities", "NaN"])
+@pytest.mark.parametrize("sizes", [(3, 700, 5), (2, 4099, 60), (4, 90, 1)], ids=str)
+def test_levels(values: Any, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are long and many on a smaller scale; some see fewer columns than are selected."""
+    rows, columns, k = sizes
+    monkeypatch.setattr(levels, "_LONG", 64)
+    monkeypatch.setattr(levels, "_MANY", 128)
+    case = SelectCase("any", rows, columns, k, values=values)
+    scores = case.operands(torch.float32)["scores"]
+    scores[-1, 2:] = -math.inf
+    assert levels.takes_levels(rows, columns, k)
+    assert kernel.topk_select(moved({"s": scores})["s"], k).tolist() == selected(scores, k)
+
+
+@pytest.mark.parametrize("values", [*CROWDED, "finite beside endless"])
+def test_crowded_levels(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "_LONG", 64)
+    monkeypatch.setattr(levels, "_MANY", 128)
+    scores = crowded(values)
+    if values == "finite beside endless":
+        # The best finite scores lie in a block whose best is endless.
+        scores[:, 800:803] = math.inf
+        scores[:, 803:808] = torch.tensor([90.0, 80.0, 70.0, 60.0, 50.0]).to(scores.device)
+    for k in (2, 100):
+        assert kernel.topk_select(scores, k).tolist() == selected(scores, k)
+
+
+def test_what_takes_levels() -> None:
+    assert levels.takes_levels(64, 131_072, 512)
+    assert levels.takes_levels(32, 1 << 20, 512)
+    assert not levels.takes_levels(1, 1 << 20, 512)
+    assert not levels.takes_levels(4096, 16_384, 512)
+    assert not levels.takes_levels(64, 131_072, 2048)
+    assert not levels.takes_levels(8, 1 << 22, 512)
 
 
 def test_more_equal_blocks_than_the_list_holds() -> None:
