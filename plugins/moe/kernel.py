@@ -1,7 +1,8 @@
 """The mixture of experts in the Triton language; docs/kernels/moe.md has its floor and layout.
 
-Six launches: group the pairs of token and expert, round the inputs, w1 and w3 with the activation,
-round that, w2, add up. Routed and shared experts share the launches. Sizes follow from shapes.
+Five launches: group the pairs of token and expert and round the inputs, w1 and w3 with the
+activation, round that, w2, add up. Routed and shared experts share the launches. Sizes follow from
+shapes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, padded
 from plugins.device.overlap import overlaps
 from plugins.moe.device_weights import FLOAT8, DeviceExperts, device_experts
-from plugins.moe.kernel_hopper import down_hopper, gate_up_hopper
+from plugins.moe.kernel_hopper import product_hopper
 from plugins.moe.kernel_product import down, gate_up
 from plugins.moe.kernel_route import combine, round_rows, route
 from plugins.moe.kernel_shared import shared_rows, stands_apart
@@ -41,11 +42,22 @@ class _Rows(NamedTuple):
     shared: torch.Tensor
 
 
-def _inputs(
+class _Rounding(NamedTuple):
+    """Rows to be rounded to MXFP8: what comes of them, and what kernel_route.py is told, whose
+    `programs` may be none."""
+
+    rows: _Rows
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    warps: int
+
+
+def _rounding(
     x: torch.Tensor, routed: DeviceExperts, shared: DeviceExperts, stored: int, split: int
-) -> _Rows:
-    """x [R, W], rounded to MXFP8 for the experts that want it. Routed experts read rows before
-    `split` (of which 0 means all), shared ones those from there on."""
+) -> _Rounding:
+    """x [R, W], for the experts that want it rounded. Routed experts read rows before `split` (of
+    which 0 means all), shared ones those from there on."""
     rows, width = x.shape
     as_codes = stored == FLOAT8
     end_codes = (split or rows) if as_codes else 0
@@ -54,8 +66,6 @@ def _inputs(
         first_values = split
     if routed.quantized and not as_codes:
         first_values = 0
-    if first_values == rows and not as_codes:
-        return _Rows(x, x, x, x)
     values, codes, powers = x, x, x
     if first_values < rows:
         values = torch.empty_like(x)
@@ -64,14 +74,24 @@ def _inputs(
         codes = codes.view(torch.uint8) if INTERPRETED else codes
         powers = torch.empty(end_codes, dtype=torch.float32, device=x.device)
     head, rest = _halves(width)
-    round_rows[(rows,)](
-        x, x.stride(0), values, codes, powers, first_values, end_codes,
-        width, head, rest, first_values < rows, as_codes, _hardware(x.device),
-        num_warps=max(1, min(8, head // 512)), **_launch(x.device),
+    return _Rounding(
+        _Rows(values if routed.quantized else x, codes, powers, values if shared.quantized else x),
+        rows if as_codes or first_values < rows else 0,
+        (x, x.stride(0), values, codes, powers, first_values, end_codes),
+        {
+            "WIDTH": width, "HEAD": head, "REST": rest, "VALUES": first_values < rows,
+            "CODES": as_codes, "FLOAT8": _hardware(x.device),
+        },
+        max(1, min(8, head // 512)),
     )  # fmt: skip
-    return _Rows(
-        values if routed.quantized else x, codes, powers, values if shared.quantized else x
-    )
+
+
+def _round(rounding: _Rounding, device: torch.device) -> _Rows:
+    if rounding.programs:
+        round_rows[(rounding.programs,)](
+            *rounding.arguments, **rounding.constants, num_warps=rounding.warps, **_launch(device)
+        )
+    return rounding.rows
 
 
 def _halves(width: int) -> tuple[int, int]:
@@ -92,27 +112,35 @@ def _launch(device: torch.device) -> dict[str, bool]:
 
 class HopperTile(NamedTuple):
     """Of a program of kernel_hopper.py: weight rows, and rows of tokens in one product and in a
-    second one; warps, stages, and slices of a step."""
+    second one; stages, whether codes are copied for two steps at once, and warps that multiply."""
 
     weights: int
     rows: int
     more: int
-    warps: int
     stages: int
-    slices: int
+    wide: bool
+    warps: int
 
-    def arguments(self) -> dict[str, int]:
+    def constants(self) -> dict[str, int]:
         return {
-            "N": self.weights, "ROWS": self.rows, "MORE": self.more, "WARPS": self.warps,
-            "STAGES": self.stages, "SLICES": self.slices, "num_warps": self.warps,
+            "N": self.weights, "ROWS": self.rows, "MORE": self.more, "STAGES": self.stages,
+            "WIDE": self.wide, "WARPS": self.warps,
         }  # fmt: skip
+
+    def programs(self, device: Limits) -> int:
+        """One for a multiprocessor, or two of half as many warps."""
+        return device.multiprocessors * 8 // self.warps
+
+    def options(self) -> dict[str, int]:
+        # Of 65536 registers, two programs of eight warps have 128 a thread.
+        return {"num_warps": self.warps, **({"maxnreg": 128} if self.warps == 4 else {})}
 
 
 def hopper_tile(pairs: int) -> HopperTile:
     """For so many pairs of an expert on average."""
     if pairs <= 80:
-        return HopperTile(128, 64, 32, 4, 4, 1)
-    return HopperTile(128, 128, 0, 4, 4, 2)
+        return HopperTile(128, 64, 32, 5, wide=True, warps=4)
+    return HopperTile(256, 128, 0, 6, wide=False, warps=8)
 
 
 def most_shared_rows(row_tile: int) -> int:
@@ -172,28 +200,31 @@ def _run(
     (rows, width), top_k, device = u.shape, ids.shape[1], u.device
     pairs, inter = rows * top_k, routed.inter
     hit = min(routed.num_experts, pairs)
-    segments = torch.empty(hit, 3, dtype=torch.int32, device=device)
-    order, places = torch.empty(2, pairs, dtype=torch.int32, device=device).unbind(0)
-    chunk = min(4096, padded(pairs))
-    launch = _launch(device)
-    route[(hit,)](
-        ids, pairs, routed.num_experts, segments, order, places,
-        padded(routed.num_experts + 1), chunk, num_warps=8 if chunk > 1024 else 4,
-        **launch,
-    )  # fmt: skip
-
     # Rows of a program: about as many as an expert has, and all of a few tokens for a shared one.
     wide = u.dtype == torch.float32
     most_rows = 32 if wide or limits(device).shared_memory < _ROOMY else 128
     row_tile = min(most_rows, padded(triton.cdiv(pairs, hit)))
-    shared_tile = min(most_shared_rows(row_tile), padded(rows))
-    formats = routed.gate_up, shared.gate_up
     hopper = None
-    if row_tile >= 64 and _takes_hopper(routed, width, device):
+    if row_tile >= 64 and _takes_hopper(u, routed, pairs):
         hopper = hopper_tile(triton.cdiv(pairs, hit))
-        row_tile = hopper.rows + hopper.more
+    segment = hopper.rows + hopper.more if hopper is not None else 0
+    most_segments = hit + pairs // segment if segment else hit
+    segments = torch.empty(most_segments, 3, dtype=torch.int32, device=device)
+    num_segments = torch.empty(1, dtype=torch.int32, device=device)
+    order, places = torch.empty(2, pairs, dtype=torch.int32, device=device).unbind(0)
+    chunk = min(4096, padded(pairs))
+    launch = _launch(device)
+    formats = routed.gate_up, shared.gate_up
+    of_rows = _rounding(u, routed, shared, formats[0].stored, 0)
+    x = of_rows.rows
+    route[(hit + of_rows.programs,)](
+        ids, pairs, routed.num_experts, hit, segments, num_segments, order, places,
+        *of_rows.arguments, padded(routed.num_experts + 1), chunk, segment, **of_rows.constants,
+        num_warps=8 if chunk > 1024 else max(4, of_rows.warps), **launch,
+    )  # fmt: skip
+
+    shared_tile = min(most_shared_rows(row_tile), padded(rows))
     blocks = min(_MAX_BLOCKS, triton.cdiv(pairs, hit * row_tile))
-    x = _inputs(u, routed, shared, formats[0].stored, 0)
     # Of those in the same launches.
     num_shared = 0 if hopper is not None or stands_apart(u) else shared.num_experts
     activation = u.new_empty((pairs + num_shared * rows, inter))
@@ -220,14 +251,15 @@ def _run(
             SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
         )  # fmt: skip
     else:
-        grid = (blocks, triton.cdiv(inter, hopper.weights // 2), hit)
-        gate_up_hopper[grid](
-            x.codes, x.powers, segments, order, weights, routed.table, routed.gate_up_exponents,
-            activation, limit, TOP_K=top_k, WIDTH=width, INTER=inter, **hopper.arguments(),
+        of_hopper = {**hopper.constants(), **hopper.options()}
+        product_hopper[(hopper.programs(limits(device)),)](
+            x.codes, x.powers, segments, num_segments, order, weights, routed.table,
+            routed.gate_up_exponents, activation, limit,
+            TOP_K=top_k, COLUMNS=width, OUTPUTS=inter, MATRICES=2, **of_hopper,
         )  # fmt: skip
 
     formats = routed.down, shared.down
-    a = _inputs(activation, routed, shared, formats[0].stored, pairs)
+    a = _round(_rounding(activation, routed, shared, formats[0].stored, pairs), device)
     y = torch.empty(pairs + shared.num_experts * rows, width, dtype=torch.float32, device=device)
     if hopper is None:
         grid = (blocks, triton.cdiv(width, _TILES[1]), num_shared + hit)
@@ -239,9 +271,10 @@ def _run(
             SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
         )  # fmt: skip
     else:
-        down_hopper[blocks, triton.cdiv(width, hopper.weights), hit](
-            a.codes, a.powers, segments, routed.table, routed.down_exponents, y,
-            WIDTH=width, INTER=inter, **hopper.arguments(),
+        product_hopper[(hopper.programs(limits(device)),)](
+            a.codes, a.powers, segments, num_segments, order, weights, routed.table,
+            routed.down_exponents, y, limit,
+            TOP_K=1, COLUMNS=inter, OUTPUTS=width, MATRICES=1, **of_hopper,
         )  # fmt: skip
     if num_shared < shared.num_experts:
         shared_rows(x.shared, shared_weights, limit, y[pairs:])
@@ -252,12 +285,15 @@ def _run(
     )  # fmt: skip
 
 
-def _takes_hopper(routed: DeviceExperts, width: int, device: torch.device) -> bool:
-    """Released FP4 experts of two pairs of steps or more, on compute capability 9.0."""
-    if INTERPRETED or not limits(device).warp_groups:
+def _takes_hopper(u: torch.Tensor, routed: DeviceExperts, pairs: int) -> bool:
+    """Released FP4 experts of whole stages, on compute capability 9.0."""
+    if INTERPRETED or not limits(u.device).warp_groups:
         return False
     both = routed.gate_up.stored == routed.down.stored == FLOAT8
-    return both and all(size >= 512 and size % 256 == 0 for size in (width, routed.inter))
+    width, inter = u.shape[1], routed.inter
+    # Rows lie at offsets of 31 bits.
+    near = max(u.numel(), pairs * inter) < 1 << 31
+    return both and near and width % 256 == inter % 256 == 0
 
 
 def _inner(width: int) -> int:

@@ -1,9 +1,9 @@
 """Released FP4 experts of many rows on compute capability 9.0, in Gluon; docs/kernels/moe.md says
 why.
 
-As product_float8, but a step's codes are decoded while the tensor core still multiplies those of
-the step before: a thread holds both in registers, which the compiler of the Triton language does
-not keep apart. Sums stay in the tensor core from the first column to the last.
+As product_float8, but of a block of twelve warps four copy what comes next, and eight multiply:
+they decode codes while the tensor core still multiplies those before. Blocks take tiles in turn
+until all are done. Sums stay in the tensor core from the first column to the last.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -16,169 +16,90 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language import PropagateNan
 
-from plugins.moe.kernel_float8 import EIGHT_CODES
+from plugins.moe.kernel_hopper_operand import (
+    decoded,
+    groups,
+    operand,
+    stored,
+    sums,
+    tables,
+    words_layout,
+)
 
-# Here an operand of the assembly is one register, not four bytes with a register each.
-_EIGHT_CODES = gl.constexpr(EIGHT_CODES.value.replace("$7", "$4"))
 _ALL = gl.constexpr(PropagateNan.ALL)
 _TOP = gl.constexpr(6)  # as in kernel_float8.py
+# Registers of a thread that copies.
+_COPYING = gl.constexpr(56)
 
 
 @gluon.constexpr_function
-def _words(warps, each):
-    """Words of codes [N, 4 · each]: eight rows a warp, of which four threads hold a group each."""
-    return gl.BlockedLayout([1, each], [8, 4], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _groups(warps, each):
-    return gl.BlockedLayout([1, 1, each], [8, 4, 1], [warps, 1, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def _copied(warps):
-    """How rows of tokens' codes [ROWS, 128] are copied."""
-    return gl.BlockedLayout([1, 16], [4, 8], [warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _sums(warps, columns):
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 32])
+def _line(warps):
+    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
-def _loaded_row(place, WARPS: gl.constexpr):
-    """As kernel_float8.loaded_row."""
-    rest = place // 8
-    row = (rest // WARPS // 2 * WARPS + rest % WARPS) * 16 + rest // WARPS % 2 * 8
-    return row + place % 8
-
-
-@gluon.jit
-def _tables(four, top, LAYOUT: gl.constexpr):
-    """The eight magnitudes of groups [N, 4], in two registers."""
-    nth = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    scale = ((gl.expand_dims(four, 1) >> (8 * gl.expand_dims(nth, 0))) & 0xFF).to(gl.int32)
-    shift = scale - gl.expand_dims(top, 1) + _TOP
-    return shift * 0x08080800 + 0x3C383000, shift * 0x08080808 + 0x4C484440
-
-
-@gluon.jit
-def _of_words(table, EACH: gl.constexpr, WARPS: gl.constexpr):
-    N: gl.constexpr = table.shape[0]
-    none = gl.zeros([N, 4, EACH], gl.int32, _groups(WARPS, EACH))
-    every = (gl.expand_dims(table, 2) + none).reshape([N, 4 * EACH])
-    return gl.convert_layout(every, _words(WARPS, EACH))
-
-
-@gluon.jit
-def _decode(words, low, high, EACH: gl.constexpr, WARPS: gl.constexpr):
-    """The first and the last four of every eight codes, int32."""
-    return gl.inline_asm_elementwise(
-        _EIGHT_CODES,
-        "=&r,=&r,r,r,r",
-        [words, _of_words(low, EACH, WARPS), _of_words(high, EACH, WARPS)],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _operand(first, last, EACH: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr):
-    """Those registers as the left operand [N, 32 · EACH]."""
-    N: gl.constexpr = first.shape[0]
-    BYTES: gl.constexpr = gl.BlockedLayout(
-        [1, EACH, 2, 4], [8, 4, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0]
-    )
-    word = gl.convert_layout(gl.join(first, last).reshape([N, 4 * EACH, 2, 1]), BYTES)
-    word += gl.zeros([N, 4 * EACH, 2, 4], gl.int32, BYTES)
-    byte = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [word], dtype=gl.uint8, is_pure=True, pack=4
-    )
-    byte = byte.reshape([N // (16 * WARPS), 2, WARPS, 8, 4, EACH, 2, 4])
-    byte = gl.permute(byte, (0, 2, 1, 3, 5, 6, 4, 7)).reshape([N, 32 * EACH])
-    return gl.convert_layout(byte.to(gl.float8e4nv, bitcast=True), gl.DotOperandLayout(0, SUMS, 4))
-
-
-@gluon.jit
-def _copy(
-    step, steps, stage, codes, scales, rows, more_rows, codes_at, scales_at, rows_at, more_at,
-    MORE: gl.constexpr,
+def _multiply(
+    codes, scales, rows, more_rows, full, empty, top, done,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of a step, of which there may be none; a group either way."""
-    if step < steps:
-        async_copy.async_copy_global_to_shared(codes.index(stage), codes_at + step * 16)
-        async_copy.async_copy_global_to_shared(scales.index(stage), scales_at + step)
-        async_copy.async_copy_global_to_shared(rows.index(stage), rows_at + step * 128)
-        if MORE > 0:
-            async_copy.async_copy_global_to_shared(more_rows.index(stage), more_at + step * 128)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _product(
-    codes_at, scales_at, top, rows_at, more_at,
-    STEPS: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr, WARPS: gl.constexpr,
-    STAGES: gl.constexpr, SLICES: gl.constexpr,
-):  # fmt: skip
-    """Weight rows [N] times ROWS rows and MORE others, in steps of 128 columns, of which SLICES are
-    decoded one after the other. STEPS is even."""
-    N: gl.constexpr = codes_at.shape[0]
-    EACH: gl.constexpr = 4 // SLICES
-    OTHER: gl.constexpr = MORE if MORE > 0 else 8
-    SCALES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _groups(WARPS, EACH)))
-    SUMS: gl.constexpr = _sums(WARPS, ROWS)
-    OTHER_SUMS: gl.constexpr = _sums(WARPS, OTHER)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
-    codes = gl.allocate_shared_memory(gl.uint32, [STAGES, N, 16], FLAT)
-    scales = gl.allocate_shared_memory(
-        gl.uint32, [STAGES, N], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    rows = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], SWIZZLED)
-    more_rows = rows
-    if MORE > 0:
-        more_rows = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, OTHER, 128], SWIZZLED)
-    for ahead in gl.static_range(STAGES - 2):
-        _copy(
-            ahead, STEPS, ahead, codes, scales, rows, more_rows,
-            codes_at, scales_at, rows_at, more_at, MORE,
-        )  # fmt: skip
-    top = gl.convert_layout(top, SCALES)
+    """Weight rows [N] times the rows of a tile and more rows, in steps of 128 columns; `done` steps
+    came before."""
+    N: gl.constexpr = top.shape[0]
+    ROWS: gl.constexpr = rows.shape[1]
+    OTHER: gl.constexpr = more_rows.shape[1]
+    MORE: gl.constexpr = OTHER if OTHER != ROWS else 0
+    PAIRS: gl.constexpr = scales.shape[0]
+    SCALES: gl.constexpr = gl.SliceLayout(1, groups(WARPS))
+    SUMS: gl.constexpr = sums(ROWS, WARPS)
+    OTHER_SUMS: gl.constexpr = sums(OTHER, WARPS)
     total = gl.zeros([N, ROWS], gl.float32, SUMS)
-    other = gl.zeros([N, OTHER], gl.float32, OTHER_SUMS)
+    other = total
+    if MORE > 0:
+        other = gl.zeros([N, MORE], gl.float32, OTHER_SUMS)
     # What the product under way reads: held until it ends, so that nothing is decoded over it.
-    first = gl.zeros([N, 4 * EACH], gl.int32, _words(WARPS, EACH))
+    first = gl.zeros([N, 4], gl.int32, words_layout(1, WARPS))
     last = first
     for pair in range(STEPS // 2):
-        for nth in gl.static_range(2):  # so that the two sets of registers change places
-            step = pair * 2 + nth
-            async_copy.wait_group(STAGES - 3)
-            gl.thread_barrier()
+        for nth in gl.static_range(2):
+            at = done + pair * 2 + nth
+            stage = at % STAGES
+            mbarrier.wait(full.index(stage), (at // STAGES) & 1)
             fence_async_shared()
-            stage = step % STAGES
-            words = codes.index(stage).load(_words(WARPS, 4))
-            low, high = _tables(scales.index(stage).load(SCALES), top, _groups(WARPS, EACH))
-            if SLICES == 2:
-                halves = gl.permute(words.reshape([N, 4, 2, 2]), (0, 1, 3, 2))
-                half, other_half = gl.split(halves)
-            for part in gl.static_range(SLICES):
-                if SLICES == 2:
-                    words = half if part == 0 else other_half
-                    words = gl.convert_layout(words.reshape([N, 8]), _words(WARPS, 2))
-                new_first, new_last = _decode(words, low, high, EACH, WARPS)
-                weight = _operand(new_first, new_last, EACH, WARPS, SUMS)
-                x = rows.index(stage).slice(part * 32 * EACH, 32 * EACH, dim=1)
+            if nth == 0:
+                if WIDE:
+                    every = codes.index(at // 2 % PAIRS).load(words_layout(4, WARPS))
+                    words, next_words = gl.split(gl.permute(every.reshape([N, 2, 16]), (0, 2, 1)))
+                both = scales.index(at // 2 % PAIRS).load(words_layout(2, WARPS))
+                four, next_four = gl.split(both)
+            else:
+                four = next_four
+                if WIDE:
+                    words = next_words
+            if not WIDE:
+                words = codes.index(stage).load(words_layout(4, WARPS))
+            low, high = tables(gl.convert_layout(four, SCALES), top, WARPS)
+            low = gl.convert_layout(low, words_layout(1, WARPS))
+            high = gl.convert_layout(high, words_layout(1, WARPS))
+            even, odd = gl.split(words.reshape([N, 4, 2, 2]))
+            word_0, word_2 = gl.split(even)
+            word_1, word_3 = gl.split(odd)
+            # A word of each group at a time: 32 columns of the right operand as they are stored.
+            for part in gl.static_range(4):
+                word = (word_0, word_1, word_2, word_3)[part]
+                word = gl.convert_layout(word, words_layout(1, WARPS))
+                new_first, new_last = decoded(word, low, high)
+                weight = operand(new_first, new_last, SUMS, WARPS)
+                x = rows.index(stage).slice(part * 32, 32, dim=1)
                 product = warpgroup_mma(weight, x.permute((1, 0)), total, is_async=True)
                 if MORE > 0:
                     weight = gl.convert_layout(weight, gl.DotOperandLayout(0, OTHER_SUMS, 4))
-                    x = more_rows.index(stage).slice(part * 32 * EACH, 32 * EACH, dim=1)
+                    x = more_rows.index(stage).slice(part * 32, 32, dim=1)
                     more = warpgroup_mma(weight, x.permute((1, 0)), other, is_async=True)
                     total, other, _, _, first, last = warpgroup_mma_wait(
                         2, deps=[product, more, first, last, new_first, new_last]
@@ -187,14 +108,18 @@ def _product(
                     total, _, _, first, last = warpgroup_mma_wait(
                         1, deps=[product, first, last, new_first, new_last]
                     )
-            # Into the stage that every warp has left since the last barrier.
-            _copy(
-                step + STAGES - 2, STEPS, (step + STAGES - 2) % STAGES, codes, scales, rows,
-                more_rows, codes_at, scales_at, rows_at, more_at, MORE,
-            )  # fmt: skip
-    total, other, _, _ = warpgroup_mma_wait(0, deps=[total, other, first, last])
-    async_copy.wait_group(0)
+                if part == 0:
+                    # Nothing reads the stage before any more.
+                    gl.thread_barrier()
+                    before = (at + STAGES - 1) % STAGES
+                    mbarrier.arrive(empty.index(before), count=1, pred=at > done)
+    if MORE > 0:
+        total, other, _, _ = warpgroup_mma_wait(0, deps=[total, other, first, last])
+    else:
+        total, _, _ = warpgroup_mma_wait(0, deps=[total, first, last])
+        other = total
     gl.thread_barrier()
+    mbarrier.arrive(empty.index((done + STEPS - 1) % STAGES), count=1)
     return total, other
 
 
@@ -209,168 +134,266 @@ def _scaled(total, exponent, power):
 
 
 @gluon.jit
-def _store_activation(
-    total, from_row, first, start, count, expert,
-    order, weights, powers, exponents, activation, limit,
-    INTER: gl.constexpr, TOP_K: gl.constexpr, WARPS: gl.constexpr,
+def _store(
+    total, power, weight, from_row, start, count, first, expert, exponents, result, limit,
+    OUTPUTS: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
+    """Results of `total` [N, ROWS], of outputs `first` on, for rows from_row on of a segment."""
     N: gl.constexpr = total.shape[0]
     ROWS: gl.constexpr = total.shape[1]
-    TILE: gl.constexpr = N // 2
-    SUMS: gl.constexpr = total.type.layout
-    place = gl.arange(0, N, layout=gl.SliceLayout(1, SUMS))
-    output = gl.minimum(first + place // 16 * 8 + place % 8, INTER - 1)
-    largest = exponents + expert * 2 * INTER + place // 8 % 2 * INTER + output
-    row = gl.minimum(from_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), count - 1)
-    power = gl.load(powers + gl.load(order + start + row) // TOP_K)
-    both = _scaled(total, gl.load(largest).to(gl.int32), power)
-    both = gl.permute(both.reshape([TILE // 8, 2, 8, ROWS]), (0, 2, 3, 1))
-    gate, linear = gl.split(both.reshape([TILE, ROWS, 2]))
-    gate = gl.minimum(gate, limit, propagate_nan=_ALL)
-    linear = gl.maximum(gl.minimum(linear, limit, propagate_nan=_ALL), -limit, propagate_nan=_ALL)
-    value = gate / (1.0 + gl.exp(-gate)) * linear
-    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [TILE // 8, 256 // TILE], [1, WARPS], [0, 1])
-    value = gl.convert_layout(value, STORED)
-    row = from_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))
-    pair = gl.load(order + start + gl.minimum(row, count - 1))
-    value *= gl.expand_dims(gl.load(weights + pair).to(gl.float32), 0)
-    output = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, STORED))
-    at = gl.expand_dims((start + row).to(gl.int64) * INTER, 0) + gl.expand_dims(output, 1)
-    there = gl.expand_dims(row < count, 0) & gl.expand_dims(output < INTER, 1)
-    gl.store(activation + at, value.to(gl.bfloat16), mask=there)
-
-
-@gluon.jit
-def _pairs_at(codes, order, start, first_row, count, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-              TOP_K: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Addresses [ROWS, 128] of the first columns of pairs' tokens."""
-    COPIED: gl.constexpr = _copied(WARPS)
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPIED))
-    token = gl.load(order + start + gl.minimum(row, count - 1)) // TOP_K
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, COPIED))
-    return codes + gl.expand_dims(token.to(gl.int64) * WIDTH, 1) + gl.expand_dims(column, 0)
-
-
-@gluon.jit
-def _places_at(codes, start, first_row, count, ROWS: gl.constexpr, INTER: gl.constexpr,
-               WARPS: gl.constexpr):  # fmt: skip
-    COPIED: gl.constexpr = _copied(WARPS)
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPIED))
-    place = (start + gl.minimum(row, count - 1)).to(gl.int64)
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, COPIED))
-    return codes + gl.expand_dims(place * INTER, 1) + gl.expand_dims(column, 0)
-
-
-@gluon.jit
-def gate_up_hopper(
-    codes, powers, segments, order, weights, table, exponents, activation, limit,
-    TOP_K: gl.constexpr, WIDTH: gl.constexpr, INTER: gl.constexpr, N: gl.constexpr,
-    ROWS: gl.constexpr, MORE: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    SLICES: gl.constexpr,
-):  # fmt: skip
-    """As kernel_product.gate_up, for chosen experts: N / 2 outputs for ROWS + MORE rows.
-
-    Grid [row blocks, output tiles, chosen experts].
-    """
-    WORDS: gl.constexpr = _words(WARPS, 4)
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    first = gl.program_id(1) * (N // 2)
-    segment = segments + gl.program_id(2) * 3
-    expert = gl.load(segment).to(gl.int64)
-    start, count = gl.load(segment + 1), gl.load(segment + 2)
-    address = table + expert * 9
-    base = gl.multiple_of(gl.load(address).to(gl.pointer_type(gl.uint32)), 16)
-    scale = gl.multiple_of(gl.load(address + 1).to(gl.pointer_type(gl.uint32)), 16)
-    apart = gl.multiple_of(gl.load(address + 3) - gl.load(address), 16)
-    scales_apart = gl.multiple_of(gl.load(address + 4) - gl.load(address + 1), 16)
-    place = _loaded_row(gl.arange(0, N, layout=gl.SliceLayout(1, WORDS)), WARPS)
-    row = gl.minimum(first + place // 16 * 8 + place % 8, INTER - 1).to(gl.int64)
-    at = (place // 8 % 2).to(gl.int64) * (apart // 4) + row * (WIDTH // 8)
-    column = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS))
-    codes_at = base + gl.expand_dims(at, 1) + gl.expand_dims(column, 0)
-    place = _loaded_row(gl.arange(0, N, layout=LINE), WARPS)
-    row = gl.minimum(first + place // 16 * 8 + place % 8, INTER - 1)
-    is_linear = (place // 8 % 2).to(gl.int64)
-    scales_at = scale + is_linear * (scales_apart // 4) + row.to(gl.int64) * (WIDTH // 128)
-    top = gl.load(exponents + (expert * 2 + is_linear) * INTER + row).to(gl.int32)
-    for block in range(gl.program_id(0), gl.cdiv(count, ROWS + MORE), gl.num_programs(0)):
-        from_row = block * (ROWS + MORE)
-        rows_at = _pairs_at(codes, order, start, from_row, count, ROWS, WIDTH, TOP_K, WARPS)
-        OTHER: gl.constexpr = MORE if MORE > 0 else 8
-        more_at = _pairs_at(codes, order, start, from_row + ROWS, count, OTHER, WIDTH, TOP_K, WARPS)
-        total, other = _product(
-            codes_at, scales_at, top, rows_at, more_at,
-            WIDTH // 128, ROWS, MORE, WARPS, STAGES, SLICES,
+    EACH: gl.constexpr = N // (8 * WARPS * MATRICES)
+    total = gl.permute(total.reshape([N // (16 * WARPS), WARPS, 2, 8, ROWS]), (1, 3, 0, 2, 4))
+    total = gl.permute(total.reshape([8 * WARPS, MATRICES, EACH, ROWS]), (0, 2, 1, 3))
+    total = total.reshape([N, ROWS])
+    place = gl.arange(0, N, layout=gl.SliceLayout(1, total.type.layout))
+    output = gl.minimum(first + place // MATRICES, OUTPUTS - 1)
+    largest = exponents + (expert * MATRICES + place % MATRICES) * OUTPUTS + output
+    power = gl.convert_layout(power, gl.SliceLayout(0, total.type.layout))
+    value = _scaled(total, gl.load(largest).to(gl.int32), power)
+    LAYOUT: gl.constexpr = stored(EACH, ROWS, WARPS)
+    if MATRICES == 2:
+        gate, linear = gl.split(gl.permute(value.reshape([N // 2, 2, ROWS]), (0, 2, 1)))
+        gate = gl.minimum(gate, limit, propagate_nan=_ALL)
+        linear = gl.minimum(linear, limit, propagate_nan=_ALL)
+        linear = gl.maximum(linear, -limit, propagate_nan=_ALL)
+        inverse = gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp(-gate)],
+            dtype=gl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-        _store_activation(
-            total, from_row, first, start, count, expert,
-            order, weights, powers, exponents, activation, limit, INTER, TOP_K, WARPS,
-        )  # fmt: skip
-        if MORE > 0:
-            _store_activation(
-                other, from_row + ROWS, first, start, count, expert,
-                order, weights, powers, exponents, activation, limit, INTER, TOP_K, WARPS,
-            )  # fmt: skip
+        value = gl.convert_layout(gate * inverse * linear, LAYOUT)
+        value *= gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(0, LAYOUT)), 0)
+    else:
+        value = gl.convert_layout(value, LAYOUT)
+    row = from_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    output = first + gl.arange(0, N // MATRICES, layout=gl.SliceLayout(1, LAYOUT))
+    at = gl.expand_dims((start + row).to(gl.int64) * OUTPUTS, 0) + gl.expand_dims(output, 1)
+    there = gl.expand_dims(row < count, 0) & gl.expand_dims(output < OUTPUTS, 1)
+    gl.store(result + at, value.to(result.dtype.element_ty), mask=there)
 
 
 @gluon.jit
-def _store_sums(
-    total, from_row, first, start, count, expert, powers, exponents, y,
-    WIDTH: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    N: gl.constexpr = total.shape[0]
-    ROWS: gl.constexpr = total.shape[1]
-    SUMS: gl.constexpr = total.type.layout
-    output = gl.minimum(first + gl.arange(0, N, layout=gl.SliceLayout(1, SUMS)), WIDTH - 1)
-    row = gl.minimum(from_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS)), count - 1)
-    exponent = gl.load(exponents + expert * WIDTH + output).to(gl.int32)
-    STORED: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, WARPS], [0, 1])
-    result = gl.convert_layout(_scaled(total, exponent, gl.load(powers + start + row)), STORED)
-    output = first + gl.arange(0, N, layout=gl.SliceLayout(1, STORED))
-    row = from_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))
-    at = gl.expand_dims((start + row).to(gl.int64) * WIDTH, 0) + gl.expand_dims(output, 1)
-    there = gl.expand_dims(row < count, 0) & gl.expand_dims(output < WIDTH, 1)
-    gl.store(y + at, result, mask=there)
+def _segment(segments, item, end, TILES: gl.constexpr):
+    """Expert, first place and number of rows of an item, or of the last one."""
+    at = segments + gl.minimum(item, end - 1) // TILES * 3
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
 
 
 @gluon.jit
-def down_hopper(
-    codes, powers, segments, table, exponents, y,
-    WIDTH: gl.constexpr, INTER: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr,
-    MORE: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+def _largest(
+    exponents, expert, item, end, N: gl.constexpr, OUTPUTS: gl.constexpr, MATRICES: gl.constexpr,
+    TILES: gl.constexpr, LAYOUT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """As kernel_product.down, for chosen experts; N outputs, grid as in gate_up_hopper."""
-    WORDS: gl.constexpr = _words(WARPS, 4)
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    first = gl.program_id(1) * N
-    segment = segments + gl.program_id(2) * 3
-    expert = gl.load(segment).to(gl.int64)
-    start, count = gl.load(segment + 1), gl.load(segment + 2)
-    address = table + expert * 9
-    base = gl.multiple_of(gl.load(address + 6).to(gl.pointer_type(gl.uint32)), 16)
-    scale = gl.multiple_of(gl.load(address + 7).to(gl.pointer_type(gl.uint32)), 16)
-    place = first + _loaded_row(gl.arange(0, N, layout=gl.SliceLayout(1, WORDS)), WARPS)
-    row = gl.minimum(place, WIDTH - 1).to(gl.int64)
-    column = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS))
-    codes_at = base + gl.expand_dims(row * (INTER // 8), 1) + gl.expand_dims(column, 0)
-    place = first + _loaded_row(gl.arange(0, N, layout=LINE), WARPS)
-    row = gl.minimum(place, WIDTH - 1).to(gl.int64)
-    scales_at = scale + row * (INTER // 128)
-    top = gl.load(exponents + expert * WIDTH + row).to(gl.int32)
-    for block in range(gl.program_id(0), gl.cdiv(count, ROWS + MORE), gl.num_programs(0)):
-        from_row = block * (ROWS + MORE)
-        rows_at = _places_at(codes, start, from_row, count, ROWS, INTER, WARPS)
-        OTHER: gl.constexpr = MORE if MORE > 0 else 8
-        more_at = _places_at(codes, start, from_row + ROWS, count, OTHER, INTER, WARPS)
-        total, other = _product(
-            codes_at, scales_at, top, rows_at, more_at,
-            INTER // 128, ROWS, MORE, WARPS, STAGES, SLICES,
-        )  # fmt: skip
-        _store_sums(
-            total, from_row, first, start, count, expert, powers, exponents, y, WIDTH, WARPS
+    """The largest scale byte [N] of each loaded row of an item."""
+    place = gl.arange(0, N, layout=LAYOUT)
+    output = gl.minimum(item, end - 1) % TILES * (N // MATRICES) + _output(
+        place, N, MATRICES, WARPS
+    )
+    matrix = place // (N // MATRICES)
+    at = (expert * MATRICES + matrix) * OUTPUTS + gl.minimum(output, OUTPUTS - 1)
+    return gl.load(exponents + at)
+
+
+@gluon.jit
+def _output(place, N: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexpr):
+    """Of rows in the order in which they are loaded, matrix by matrix, the output: so that a thread
+    holds outputs that lie side by side, and both matrices' sums of each."""
+    ROUND: gl.constexpr = 8 * WARPS
+    return place % ROUND * (N // (ROUND * MATRICES)) + place % (N // MATRICES) // ROUND
+
+
+@gluon.jit
+def _rows_of(order, start, count, FROM: gl.constexpr, SIZE: gl.constexpr, MATRICES: gl.constexpr,
+             LAYOUT: gl.constexpr):  # fmt: skip
+    """Pairs [SIZE] of a segment, or their places."""
+    row = start + gl.minimum(FROM + gl.arange(0, SIZE, layout=LAYOUT), count - 1)
+    if MATRICES == 2:
+        row = gl.load(order + row)
+    return row
+
+
+@gluon.jit
+def _multiply_tiles(
+    codes, scales, rows, more_rows, full, empty,
+    powers, segments, num_segments, order, weights, exponents, result, limit,
+    TOP_K: gl.constexpr, COLUMNS: gl.constexpr, OUTPUTS: gl.constexpr, MATRICES: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps. What an item needs beside its stages is loaded while the items before
+    it are multiplied."""
+    N: gl.constexpr = codes.shape[1]
+    ROWS: gl.constexpr = rows.shape[1]
+    OTHER: gl.constexpr = more_rows.shape[1]
+    TILES: gl.constexpr = (OUTPUTS + N // MATRICES - 1) // (N // MATRICES)
+    SCALES: gl.constexpr = gl.SliceLayout(1, groups(WARPS))
+    LINE: gl.constexpr = _line(WARPS)
+    end = gl.load(num_segments) * TILES
+    step = gl.num_programs(0)
+    item = gl.program_id(0)
+    expert, start, count = _segment(segments, item, end, TILES)
+    next_expert, next_start, next_count = _segment(segments, item + step, end, TILES)
+    top = _largest(exponents, expert, item, end, N, OUTPUTS, MATRICES, TILES, SCALES, WARPS)
+    row = _rows_of(order, start, count, 0, ROWS, MATRICES, LINE)
+    other_row = _rows_of(order, start, count, ROWS, OTHER, MATRICES, LINE)
+    done = 0
+    for at in range(item, end, step):
+        power, other_power = gl.load(powers + row // TOP_K), gl.load(powers + other_row // TOP_K)
+        weight, other_weight = power, other_power
+        if MATRICES == 2:
+            weight = gl.load(weights + row).to(gl.float32)
+            other_weight = gl.load(weights + other_row).to(gl.float32)
+        row = _rows_of(order, next_start, next_count, 0, ROWS, MATRICES, LINE)
+        other_row = _rows_of(order, next_start, next_count, ROWS, OTHER, MATRICES, LINE)
+        next_top = _largest(
+            exponents, next_expert, at + step, end, N, OUTPUTS, MATRICES, TILES, SCALES, WARPS
         )
-        if MORE > 0:
-            _store_sums(
-                other, from_row + ROWS, first, start, count, expert, powers, exponents, y, WIDTH,
-                WARPS,
+        far_expert, far_start, far_count = _segment(segments, at + 2 * step, end, TILES)
+        total, other = _multiply(
+            codes, scales, rows, more_rows, full, empty, top.to(gl.int32), done,
+            COLUMNS // 128, STAGES, WIDE, WARPS,
+        )  # fmt: skip
+        done += COLUMNS // 128
+        first = at % TILES * (N // MATRICES)
+        _store(
+            total, power, weight, 0, start, count, first, expert, exponents, result, limit,
+            OUTPUTS, MATRICES, WARPS,
+        )  # fmt: skip
+        if OTHER != ROWS:
+            _store(
+                other, other_power, other_weight, ROWS, start, count, first, expert, exponents,
+                result, limit, OUTPUTS, MATRICES, WARPS,
             )  # fmt: skip
+        top = next_top
+        expert, start, count = next_expert, next_start, next_count
+        next_expert, next_start, next_count = far_expert, far_start, far_count
+
+
+@gluon.jit
+def _copy_codes(codes, code, other_code, row, step, MATRICES: gl.constexpr):
+    HALF: gl.constexpr = row.shape[0]
+    async_copy.async_copy_global_to_shared(codes.slice(0, HALF), code + step * 16 + row)
+    if MATRICES == 2:
+        other = codes.slice(HALF, HALF)
+        async_copy.async_copy_global_to_shared(other, other_code + step * 16 + row)
+
+
+@gluon.jit
+def _copy_tiles(
+    codes, scales, rows, more_rows, full, empty, x, segments, num_segments, order, table,
+    TOP_K: gl.constexpr, COLUMNS: gl.constexpr, OUTPUTS: gl.constexpr, MATRICES: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The copying warps: codes, scales and rows of tokens of every item's steps."""
+    N: gl.constexpr = codes.shape[1]
+    ROWS: gl.constexpr = rows.shape[1]
+    OTHER: gl.constexpr = more_rows.shape[1]
+    HALF: gl.constexpr = N // MATRICES
+    TILES: gl.constexpr = (OUTPUTS + HALF - 1) // HALF
+    # Words of a row that are copied at a time.
+    LENGTH: gl.constexpr = 32 if WIDE else 16
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // LENGTH, LENGTH // 4], [4, 1], [1, 0])
+    PAIR: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = scales.shape[0]
+    BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    OF_BYTES: gl.constexpr = gl.SliceLayout(1, BYTES)
+    WORD: gl.constexpr = gl.pointer_type(gl.uint32)
+    end = gl.load(num_segments) * TILES
+    done = 0
+    for item in range(gl.program_id(0), end, gl.num_programs(0)):
+        expert, start, count = _segment(segments, item, end, TILES)
+        # w1 and w3, or w2: the matrices of an expert have three addresses each.
+        address = table + expert.to(gl.int64) * 9 + (0 if MATRICES == 2 else 6)
+        code = gl.multiple_of(gl.load(address).to(WORD), 16)
+        scale = gl.multiple_of(gl.load(address + 1).to(WORD), 16)
+        other_code, other_scale = code, scale
+        if MATRICES == 2:
+            other_code = gl.multiple_of(gl.load(address + 3).to(WORD), 16)
+            other_scale = gl.multiple_of(gl.load(address + 4).to(WORD), 16)
+        first = item % TILES * HALF
+        place = gl.arange(0, HALF, layout=gl.SliceLayout(1, WORDS))
+        row = gl.minimum(first + _output(place, N, MATRICES, WARPS), OUTPUTS - 1)
+        word = gl.arange(0, LENGTH, layout=gl.SliceLayout(0, WORDS))
+        code_row = gl.expand_dims(row * (COLUMNS // 8), 1) + gl.expand_dims(word, 0)
+        place = gl.arange(0, HALF, layout=gl.SliceLayout(1, PAIR))
+        row = gl.minimum(first + _output(place, N, MATRICES, WARPS), OUTPUTS - 1)
+        word = gl.arange(0, 2, layout=gl.SliceLayout(0, PAIR))
+        scale_row = gl.expand_dims(row * (COLUMNS // 128), 1) + gl.expand_dims(word, 0)
+        byte = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, BYTES)), 0)
+        row = _rows_of(order, start, count, 0, ROWS, MATRICES, OF_BYTES)
+        x_row = gl.expand_dims(row // TOP_K * COLUMNS, 1) + byte
+        row = _rows_of(order, start, count, ROWS, OTHER, MATRICES, OF_BYTES)
+        other_x_row = gl.expand_dims(row // TOP_K * COLUMNS, 1) + byte
+        for step in range(COLUMNS // 128):
+            stage = (done + step) % STAGES
+            mbarrier.wait(empty.index(stage), ((done + step) // STAGES + 1) & 1)
+            if not WIDE:
+                _copy_codes(codes.index(stage), code, other_code, code_row, step, MATRICES)
+            async_copy.async_copy_global_to_shared(rows.index(stage), x + step * 128 + x_row)
+            if OTHER != ROWS:
+                async_copy.async_copy_global_to_shared(
+                    more_rows.index(stage), x + step * 128 + other_x_row
+                )
+            if step % 2 == 0:
+                if WIDE:
+                    into = codes.index((done + step) // 2 % PAIRS)
+                    _copy_codes(into, code, other_code, code_row, step, MATRICES)
+                pair = scales.index((done + step) // 2 % PAIRS)
+                async_copy.async_copy_global_to_shared(
+                    pair.slice(0, HALF), scale + step + scale_row
+                )
+                if MATRICES == 2:
+                    async_copy.async_copy_global_to_shared(
+                        pair.slice(HALF, HALF), other_scale + step + scale_row
+                    )
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        done += COLUMNS // 128
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def product_hopper(
+    x, powers, segments, num_segments, order, weights, table, exponents, result, limit,
+    TOP_K: gl.constexpr, COLUMNS: gl.constexpr, OUTPUTS: gl.constexpr, MATRICES: gl.constexpr,
+    N: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr, STAGES: gl.constexpr,
+    WIDE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """As kernel_product.gate_up with MATRICES 2, and as `down` with 1 and TOP_K 1: N / MATRICES
+    outputs for the ROWS + MORE rows of a segment at most.
+
+    segments int32 [num_segments, 3]: expert, first place, rows. Any grid of one dimension. WIDE:
+    codes are copied for two steps at once. WARPS, 4 or 8, multiply.
+    """
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
+    # Of what is copied for two steps, so many are under way that none is written over before its
+    # first step has ended.
+    PAIRS: gl.constexpr = STAGES // 2 + 1
+    if WIDE:
+        CODES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+        codes = gl.allocate_shared_memory(gl.uint32, [PAIRS, N, 32], CODES)
+    else:
+        codes = gl.allocate_shared_memory(gl.uint32, [STAGES, N, 16], FLAT)
+    scales = gl.allocate_shared_memory(gl.uint32, [PAIRS, N, 2], FLAT)
+    rows = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], SWIZZLED)
+    more_rows = rows
+    if MORE > 0:
+        more_rows = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, MORE, 128], SWIZZLED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=1)
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (
+                codes, scales, rows, more_rows, full, empty,
+                powers, segments, num_segments, order, weights, exponents, result, limit,
+                TOP_K, COLUMNS, OUTPUTS, MATRICES, STAGES, WIDE, WARPS,
+            )),
+            (_copy_tiles, (
+                codes, scales, rows, more_rows, full, empty, x, segments, num_segments, order,
+                table, TOP_K, COLUMNS, OUTPUTS, MATRICES, STAGES, WIDE, WARPS,
+            )),
+        ],
+        [4], [_COPYING],
+    )  # fmt: skip

@@ -18,16 +18,10 @@ from plugins.moe.kernel_float8 import permuted
 
 
 @triton.jit
-def route(
-    ids, num_pairs, num_experts, segments, order, places,
-    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+def _group(
+    index, ids, num_pairs, num_experts, segments, num_segments, order, places,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Program i groups the pairs of the i-th expert that any row chose.
-
-    segments int32 [programs, 3]: its id, its first place and its number of pairs, 0 where fewer
-    experts were chosen. order int32: the pair at a place; places int32: the place of a pair.
-    """
-    after_previous(OVERLAP)
     expert = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, num_pairs, CHUNK):
@@ -38,14 +32,24 @@ def route(
     counts = tl.where(expert < num_experts, counts, 0)
     starts = tl.cumsum(counts, axis=0) - counts
     rank = tl.cumsum((counts > 0).to(tl.int32), axis=0) - 1
-    index = tl.program_id(0)
     is_mine = (rank == index) & (counts > 0)
     mine = tl.sum(tl.where(is_mine, expert, 0), axis=0)
     place = tl.sum(tl.where(is_mine, starts, 0), axis=0)
     count = tl.sum(tl.where(is_mine, counts, 0), axis=0)
-    tl.store(segments + 3 * index, mine)
-    tl.store(segments + 3 * index + 1, place)
-    tl.store(segments + 3 * index + 2, count)
+    if MOST == 0:
+        tl.store(segments + 3 * index, mine)
+        tl.store(segments + 3 * index + 1, place)
+        tl.store(segments + 3 * index + 2, count)
+    else:
+        parts = (counts + MOST - 1) // MOST
+        before_mine = tl.sum(tl.where(expert < mine, parts, 0), axis=0)
+        for part in range(tl.cdiv(count, MOST)):
+            at = segments + 3 * (before_mine + part)
+            tl.store(at, mine)
+            tl.store(at + 1, place + part * MOST)
+            tl.store(at + 2, tl.minimum(count - part * MOST, MOST))
+        if index == 0:
+            tl.store(num_segments, tl.sum(parts, axis=0))
     end = tl.where(count > 0, num_pairs, 0)
     for first in range(0, end, CHUNK):
         pair = first + tl.arange(0, CHUNK)
@@ -94,19 +98,12 @@ def _store_codes(codes, value, FIRST: tl.constexpr, WIDTH: tl.constexpr, FLOAT8:
 
 
 @triton.jit
-def round_rows(
-    x, row_stride, rounded, codes, powers, first_values, end_codes,
+def _round_row(
+    row, x, row_stride, rounded, codes, powers, first_values, end_codes,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    CODES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
+    CODES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Rows rounded to MXFP8: from row first_values on as values, and up to end_codes as E4M3 codes
-    that share one power of two a row (`powers`), in the order that kernel_float8.py takes them.
-
-    A row is held as its first HEAD columns and REST others. What is less than 2^−13 of the row's
-    largest value loses bits: at most 2^−17 of that largest.
-    """
-    after_previous(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
+    row = row.to(tl.int64)
     head = _rounded(x + row * row_stride, 0, HEAD, WIDTH, FLOAT8)
     largest = _magnitude(head)
     if REST > 0:
@@ -126,6 +123,54 @@ def round_rows(
         # A row that holds a NaN poisons its products by its power.
         power = (exponent << 23).to(tl.float32, bitcast=True)
         tl.store(powers + row, tl.where(largest >= 0x7F800000, float("nan"), power))
+
+
+@triton.jit
+def round_rows(
+    x, row_stride, rounded, codes, powers, first_values, end_codes,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
+    CODES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Rows rounded to MXFP8: from row first_values on as values, and up to end_codes as E4M3 codes
+    that share one power of two a row (`powers`), in the order that kernel_float8.py takes them.
+
+    A row is held as its first HEAD columns and REST others. What is less than 2^−13 of the row's
+    largest value loses bits: at most 2^−17 of that largest.
+    """
+    after_previous(OVERLAP)
+    _round_row(
+        tl.program_id(0), x, row_stride, rounded, codes, powers, first_values, end_codes,
+        WIDTH, HEAD, REST, VALUES, CODES, FLOAT8,
+    )  # fmt: skip
+
+
+@triton.jit
+def route(
+    ids, num_pairs, num_experts, num_groups, segments, num_segments, order, places,
+    x, row_stride, rounded, codes, powers, first_values, end_codes,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
+    CODES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program i of the first num_groups groups the pairs of the i-th expert that any row chose;
+    every other one rounds a row, as round_rows.
+
+    segments int32 [num_groups, 3]: the expert, its first place and its number of pairs, 0 where
+    fewer experts were chosen. With MOST, int32 [num_segments, 3]: an expert's pairs in segments of
+    no more than so many. order int32: the pair at a place; places int32: the place of a pair.
+    """
+    after_previous(OVERLAP)
+    index = tl.program_id(0)
+    if index < num_groups:
+        _group(
+            index, ids, num_pairs, num_experts, segments, num_segments, order, places,
+            EXPERTS, CHUNK, MOST,
+        )  # fmt: skip
+    else:
+        _round_row(
+            index - num_groups, x, row_stride, rounded, codes, powers, first_values, end_codes,
+            WIDTH, HEAD, REST, VALUES, CODES, FLOAT8,
+        )  # fmt: skip
 
 
 @triton.jit

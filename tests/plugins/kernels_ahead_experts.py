@@ -23,10 +23,12 @@ STRIDE = "aligned i32"
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
 EXPERTS = {
     "x": "*bf16", "shared_x": "*bf16", "powers": "*fp32", "segments": "*i32",
-    "order": "*i32", "weights": "*fp32", "table": "*i64", "exponents": "*u8",
+    "num_segments": "*i32", "order": "*i32", "weights": "*fp32", "table": "*i64",
+    "exponents": "*u8",
     "shared_table": "*i64", "activation": "*bf16", "shared_activation": "*bf16", "y": "*fp32",
     "num_rows": "i32", "num_pairs": "i32", "limit": "fp32", "ids": "*i64",
-    "num_experts": "i32", "places": "*i32", "row_stride": STRIDE, "rounded": "*bf16",
+    "num_experts": "i32", "num_groups": "i32", "places": "*i32",
+    "row_stride": STRIDE, "rounded": "*bf16",
     "first_values": "i32", "end_codes": "i32", "total": "*bf16", "first_shared": "i32",
 }  # fmt: skip
 GATE = {
@@ -62,11 +64,16 @@ def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, .
     return kernel, arguments, constants, moe.warps(rows), moe.stages(device, wide=False)
 
 
-def hopper_experts(kernel: Any, pairs: int, **more: int) -> tuple[Any, ...]:
-    tile = moe.hopper_tile(pairs)
-    sizes = {name: x for name, x in tile.arguments().items() if name != "num_warps"}
-    constants = {"WIDTH": 5120, "INTER": 2304, **sizes, **more}
-    return kernel, {**EXPERTS, "codes": "*fp8e4nv"}, constants, tile.warps
+def hopper_experts(pairs: int, matrices: int) -> tuple[Any, ...]:
+    """Both matrices that read the hidden state, or the one that writes it."""
+    columns, outputs = (5120, 2304) if matrices == 2 else (2304, 5120)
+    constants = {
+        "TOP_K": 6 if matrices == 2 else 1, "COLUMNS": columns, "OUTPUTS": outputs,
+        "MATRICES": matrices, **moe.hopper_tile(pairs).constants(),
+    }  # fmt: skip
+    result = "*bf16" if matrices == 2 else "*fp32"
+    arguments = {**EXPERTS, "x": "*fp8e4nv", "result": result}
+    return hopper.product_hopper, arguments, constants, moe.hopper_tile(pairs).warps
 
 
 def streams(rows: int, **more: Any) -> tuple[Any, ...]:
@@ -90,20 +97,21 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
     if not device.float8 or device.tensor_memory or device.shared_memory < 160_000:
         return few
+    rounded = {
+        "WIDTH": 5120, "HEAD": 4096, "REST": 1024, "VALUES": True, "CODES": True, "FLOAT8": True,
+        "OVERLAP": True,
+    }  # fmt: skip
     tile = {"DEPTH": 128, "EXPERTS": 64, "WIDTH": 5120, "PART": 640}
     return [
         *few,
         ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
-        ("experts up, many rows", *hopper_experts(hopper.gate_up_hopper, 512, TOP_K=6)),
-        ("experts down, some rows", *hopper_experts(hopper.down_hopper, 64)),
-        ("route", routing.route, EXPERTS, {"EXPERTS": 512, "CHUNK": 4096, "OVERLAP": True}, 8),
+        ("experts up, many rows", *hopper_experts(512, 2)),
+        ("experts down, some rows", *hopper_experts(64, 1)),
         (
-            "round rows", routing.round_rows, {**EXPERTS, "codes": "*fp8e4nv"},
-            {
-                "WIDTH": 5120, "HEAD": 4096, "REST": 1024, "VALUES": True, "CODES": True,
-                "FLOAT8": True, "OVERLAP": True,
-            }, 8,
+            "route", routing.route, {**EXPERTS, "codes": "*fp8e4nv"},
+            {"EXPERTS": 512, "CHUNK": 4096, "MOST": 128, **rounded}, 8,
         ),
+        ("round rows", routing.round_rows, {**EXPERTS, "codes": "*fp8e4nv"}, rounded, 8),
         (
             "combine", routing.combine, EXPERTS,
             {"TOP_K": 6, "PADDED_K": 8, "SHARED": 1, "WIDTH": 5120, "TILE": 1024,

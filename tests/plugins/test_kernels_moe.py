@@ -154,7 +154,8 @@ def test_products_of_packed_weights_are_exact_up_to_summation(
     draw = torch.Generator().manual_seed(2)
     activation = torch.randn(5, inter, generator=draw) * 10.0 ** torch.arange(-2.0, 3.0)[:, None]
     activation = mxfp8.ACTIVATION.round(activation.to(dtype))
-    a = kernel._inputs(activation.to(DEVICE), of, none, of.down.stored, 5)
+    rounding = kernel._rounding(activation.to(DEVICE), of, none, of.down.stored, 5)
+    a = kernel._round(rounding, none.table.device)
     segments = torch.tensor([[1, 0, 3], [0, 3, 2]], dtype=torch.int32, device=DEVICE)
     y = torch.full((5, hidden), torch.nan, device=DEVICE)
     kernel_product.down[(1, 2, 2)](
@@ -209,7 +210,7 @@ def test_many_rows_of_an_expert(rows: int, width: int) -> None:
     )
     known = device_weights.device_experts(of, dtype)
     on_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    assert kernel._takes_hopper(known, 512, operands["u"].device) == on_hopper
+    assert kernel._takes_hopper(operands["u"], known, 2 * rows) == on_hopper
     whole = kernel.moe(**operands)
     assert relative(whole, in_float64(operands)) < 4e-2
     if DEVICE == "cuda":  # the interpreter has no races
@@ -240,7 +241,18 @@ def test_pairs_are_grouped_by_expert(rows: int, spread: str) -> None:
     pairs, hit = rows * k, min(count, rows * k)
     segments = torch.full((hit, 3), -7, dtype=torch.int32, device=DEVICE)
     order, places = torch.full((2, pairs), -7, dtype=torch.int32, device=DEVICE)
-    kernel_route.route[(hit,)](ids.to(DEVICE), pairs, count, segments, order, places, 16, 16, False)
+    number = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    on_device = ids.to(DEVICE)
+
+    def route(segments: torch.Tensor, most: int) -> None:
+        """Without rows to round."""
+        x = torch.zeros(1, 128, device=DEVICE)
+        kernel_route.route[(hit,)](
+            on_device, pairs, count, hit, segments, number, order, places, x, 128, x, x, x, 0, 0,
+            16, 16, most, 128, 128, 0, False, False, False, False,
+        )  # fmt: skip
+
+    route(segments, 0)
     flat = ids.flatten().tolist()
     expected = sorted(range(pairs), key=lambda pair: (flat[pair], pair))
     assert order.tolist() == expected
@@ -249,6 +261,17 @@ def test_pairs_are_grouped_by_expert(rows: int, spread: str) -> None:
     wanted = [[e, sum(x < e for x in flat), flat.count(e)] for e in chosen]
     assert segments[: len(chosen)].tolist() == wanted
     assert segments[len(chosen) :, 2].tolist() == [0] * (hit - len(chosen))
+
+    parts = torch.full((hit + pairs // 4, 3), -7, dtype=torch.int32, device=DEVICE)
+    route(parts, 4)
+    assert order.tolist() == expected
+    wanted = [
+        [expert, start + first, min(4, size - first)]
+        for expert, start, size in wanted
+        for first in range(0, size, 4)
+    ]
+    assert number.tolist() == [len(wanted)]
+    assert parts.tolist() == wanted + [[-7] * 3] * (len(parts) - len(wanted))
 
 
 def test_the_inline_assembly_looks_codes_up() -> None:
