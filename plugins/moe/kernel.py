@@ -17,7 +17,7 @@ from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, 
 from plugins.device.overlap import overlaps
 from plugins.moe.device_weights import FLOAT8, DeviceExperts, device_experts
 from plugins.moe.kernel_hopper import product_hopper
-from plugins.moe.kernel_product import down, gate_up
+from plugins.moe.kernel_product import SHARED_PARTS, down, gate_up
 from plugins.moe.kernel_route import combine, round_rows, route
 from plugins.moe.kernel_shared import shared_rows, stands_apart
 from plugins.moe.reference import ExpertWeights
@@ -242,11 +242,11 @@ def _run(
         "WIDTH": width, "INTER": inter,
     }  # fmt: skip
     if hopper is None:
-        grid = (blocks, triton.cdiv(inter, _TILES[0]), num_shared + hit)
+        grid = (blocks, triton.cdiv(inter, _TILES[0]), num_shared * SHARED_PARTS.value + hit)
         gate_up[grid](
             x.values, x.shared, x.codes, x.powers, segments, order, weights,
             routed.table, routed.gate_up_exponents, shared.table, activation, rows, pairs, limit,
-            TOP_K=top_k, TILE=_TILES[0], INNER=_inner(width),
+            TOP_K=top_k, TILE=_TILES[0], INNER=_inner(width), SHARED_INNER=_inner(width),
             STORED=formats[0].stored, WORDS=formats[0].words,
             SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
         )  # fmt: skip
@@ -262,11 +262,12 @@ def _run(
     a = _round(_rounding(activation, routed, shared, formats[0].stored, pairs), device)
     y = torch.empty(pairs + shared.num_experts * rows, width, dtype=torch.float32, device=device)
     if hopper is None:
-        grid = (blocks, triton.cdiv(width, _TILES[1]), num_shared + hit)
+        grid = (blocks, triton.cdiv(width, _TILES[1]), num_shared * SHARED_PARTS.value + hit)
         down[grid](
             a.values, a.shared, a.codes, a.powers, segments,
             routed.table, routed.down_exponents, shared.table, y, rows, pairs,
             TILE=_TILES[1], INNER=_inner(inter),
+            SHARED_INNER=_inner(inter, 128 if wide or shared_tile > 16 else 256),
             STORED=formats[0].stored, WORDS=formats[0].words,
             SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
         )  # fmt: skip
@@ -296,6 +297,6 @@ def _takes_hopper(u: torch.Tensor, routed: DeviceExperts, pairs: int) -> bool:
     return both and near and width % 256 == inter % 256 == 0
 
 
-def _inner(width: int) -> int:
+def _inner(width: int, most: int = 128) -> int:
     """Columns of a step: groups are 32 long, words of scales four groups."""
-    return min(128, padded(width, 32))
+    return min(most, padded(width, 32))

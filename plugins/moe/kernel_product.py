@@ -20,6 +20,8 @@ from plugins.moe.kernel_float8 import loaded_row, product_float8
 # How an expert's matrices are stored: a number of plugins/device/weights.py, or one of these.
 VALUES = tl.constexpr(8)  # in the compute dtype
 FLOAT8 = tl.constexpr(9)  # released FP4 that product_float8 takes
+# Programs that share a tile of a shared expert, whose weights are wider than a chosen one's.
+SHARED_PARTS = tl.constexpr(4)
 # Numbers of an expert in the table of addresses: codes, scales, global scale of w1, w3 and w2.
 ADDRESSES = 9
 
@@ -31,6 +33,32 @@ def _pointer(table, expert, at: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
+def _weight(
+    table, expert, matrix: tl.constexpr, row, first, inner,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, STORED: tl.constexpr, WORDS: tl.constexpr,
+    HARDWARE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` of a matrix from column `first` on, in the type of the product."""
+    EVEN: tl.constexpr = WIDTH % INNER == 0
+    kind: tl.constexpr = DOT if STORED == VALUES else tl.uint8
+    codes = _pointer(table, expert, 3 * matrix, kind)
+    if STORED == VALUES:
+        at = codes + row[:, None].to(tl.int64) * WIDTH + (first + inner)[None, :]
+        there = (first + inner < WIDTH)[None, :]
+        weight = tl.load(at) if EVEN else tl.load(at, mask=there, other=0.0)
+    else:
+        scale = _pointer(table, expert, 3 * matrix + 1, tl.uint8)
+        factor = _pointer(table, expert, 3 * matrix + 2, tl.float32)
+        GROUP: tl.constexpr = 16 if STORED == 3 else 32
+        scale_stride: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+        weight = load_weight(
+            codes, scale, scale_stride, factor, STORED, WORDS, row, first, WIDTH, EVEN, INNER,
+            HARDWARE,
+        ).to(DOT)  # fmt: skip
+    return weight
+
+
+@triton.jit
 def _product(
     table, expert, matrix: tl.constexpr, row, x, x_row,
     OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, STORED: tl.constexpr,
@@ -39,29 +67,49 @@ def _product(
     """Rows `row` of a matrix [OUTPUTS, WIDTH] times rows of x, float32 [N, ROWS]."""
     EVEN: tl.constexpr = WIDTH % INNER == 0
     inner = tl.arange(0, INNER)
-    kind: tl.constexpr = DOT if STORED == VALUES else tl.uint8
-    codes = _pointer(table, expert, 3 * matrix, kind)
-    scale = _pointer(table, expert, 3 * matrix + 1, tl.uint8)
-    factor = _pointer(table, expert, 3 * matrix + 2, tl.float32)
-    GROUP: tl.constexpr = 16 if STORED == 3 else 32
-    scale_stride: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     x_at = x + x_row[:, None] * WIDTH + inner[None, :]
     total = tl.zeros((row.shape[0], x_row.shape[0]), tl.float32)
     for first in range(0, WIDTH, INNER):
+        weight = _weight(
+            table, expert, matrix, row, first, inner,
+            WIDTH, INNER, STORED, WORDS, HARDWARE, DOT,
+        )  # fmt: skip
         there = (first + inner < WIDTH)[None, :]
-        if STORED == VALUES:
-            w_at = codes + row[:, None].to(tl.int64) * WIDTH + (first + inner)[None, :]
-            weight = tl.load(w_at) if EVEN else tl.load(w_at, mask=there, other=0.0)
-        else:
-            weight = load_weight(
-                codes, scale, scale_stride, factor, STORED, WORDS, row, first, WIDTH, EVEN, INNER,
-                HARDWARE,
-            ).to(DOT)  # fmt: skip
         value = tl.load(x_at + first) if EVEN else tl.load(x_at + first, mask=there, other=0.0)
         if WIDEN:
             weight, value = weight.to(tl.float32), value.to(tl.float32)
         total = tl.dot(weight, tl.trans(value), total, input_precision="tf32x3")
     return total
+
+
+@triton.jit
+def _two_products(
+    table, expert, row, x, x_row,
+    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, STORED: tl.constexpr,
+    WORDS: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Rows of w1 and of w3, as _product, in one loop: twice as many bytes are under way."""
+    EVEN: tl.constexpr = WIDTH % INNER == 0
+    inner = tl.arange(0, INNER)
+    x_at = x + x_row[:, None] * WIDTH + inner[None, :]
+    gate = tl.zeros((row.shape[0], x_row.shape[0]), tl.float32)
+    linear = tl.zeros((row.shape[0], x_row.shape[0]), tl.float32)
+    for first in range(0, WIDTH, INNER):
+        w1 = _weight(
+            table, expert, 0, row, first, inner,
+            WIDTH, INNER, STORED, WORDS, HARDWARE, DOT,
+        )  # fmt: skip
+        w3 = _weight(
+            table, expert, 1, row, first, inner,
+            WIDTH, INNER, STORED, WORDS, HARDWARE, DOT,
+        )  # fmt: skip
+        there = (first + inner < WIDTH)[None, :]
+        value = tl.load(x_at + first) if EVEN else tl.load(x_at + first, mask=there, other=0.0)
+        if WIDEN:
+            w1, w3, value = w1.to(tl.float32), w3.to(tl.float32), value.to(tl.float32)
+        gate = tl.dot(w1, tl.trans(value), gate, input_precision="tf32x3")
+        linear = tl.dot(w3, tl.trans(value), linear, input_precision="tf32x3")
+    return gate, linear
 
 
 @triton.jit
@@ -78,9 +126,9 @@ def _gate_up_tile(
     WIDTH: tl.constexpr, INTER: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
     STORED: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
     DOT: tl.constexpr, WARPS: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The activation [ROWS, TILE] of outputs `first` on."""
+    """The activation [ROWS, TILE] of outputs `first` on. TOGETHER: both matrices in one loop."""
     ROWS: tl.constexpr = x_row.shape[0]
     if STORED == FLOAT8:
         # Both matrices in one product: eight rows of w1, eight of w3, and so on, so that a thread
@@ -103,6 +151,12 @@ def _gate_up_tile(
         )  # fmt: skip
         both = both.reshape(TILE // 8, 2, 8, ROWS).permute(0, 2, 3, 1).reshape(TILE, ROWS, 2)
         gate, linear = tl.split(both)
+    elif TOGETHER:
+        row = tl.minimum(first + tl.arange(0, TILE), INTER - 1)
+        gate, linear = _two_products(
+            table, expert, row, x, x_row,
+            INTER, WIDTH, INNER, STORED, WORDS, HARDWARE, DOT, WIDEN,
+        )  # fmt: skip
     else:
         row = tl.minimum(first + tl.arange(0, TILE), INTER - 1)
         gate = _product(
@@ -123,36 +177,40 @@ def gate_up(
     SHARED: tl.constexpr, WIDTH: tl.constexpr, INTER: tl.constexpr, TOP_K: tl.constexpr,
     STORED: tl.constexpr, WORDS: tl.constexpr, SHARED_STORED: tl.constexpr,
     SHARED_WORDS: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, WARPS: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, SHARED_INNER: tl.constexpr, HARDWARE: tl.constexpr,
+    DOT: tl.constexpr, WARPS: tl.constexpr,
     WIDEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of w1 and w3: silu(min(g, limit)) · clamp(l, ±limit) · routing weight.
 
-    Grid [row blocks, output tiles, shared experts, then chosen ones]. Pairs' activations lie at
-    their places, the shared experts' behind them.
+    Grid [row blocks, output tiles, parts of tiles of shared experts, then chosen ones]. Pairs'
+    activations lie at their places, the shared experts' behind them.
     """
     after_previous(OVERLAP)
     first = tl.program_id(1) * TILE
-    output = first + tl.arange(0, TILE)
     # The first condition is the compiler's: what is not compiled takes no shared memory.
     if SHARED > 0:  # noqa: SIM102
-        if tl.program_id(2) < SHARED:
-            expert = tl.program_id(2).to(tl.int64)
+        if tl.program_id(2) < SHARED * SHARED_PARTS:
+            PART: tl.constexpr = TILE // SHARED_PARTS
+            expert = (tl.program_id(2) // SHARED_PARTS).to(tl.int64)
+            first += tl.program_id(2) % SHARED_PARTS * PART
+            output = first + tl.arange(0, PART)
             num_blocks = tl.cdiv(num_rows, SHARED_ROWS)
             for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
                 row = block * SHARED_ROWS + tl.arange(0, SHARED_ROWS)
                 token = tl.minimum(row, num_rows - 1).to(tl.int64)
                 a = _gate_up_tile(
                     shared_table, exponents, expert, first, shared_x, codes, powers, token, limit,
-                    WIDTH, INTER, TILE, INNER, SHARED_STORED, SHARED_WORDS, HARDWARE, DOT, WARPS,
-                    WIDEN,
+                    WIDTH, INTER, PART, SHARED_INNER, SHARED_STORED, SHARED_WORDS, HARDWARE, DOT,
+                    WARPS, WIDEN, True,
                 )  # fmt: skip
                 at = (num_pairs + expert * num_rows + token) * INTER
                 there = (row < num_rows)[:, None] & (output < INTER)[None, :]
                 a = a.to(activation.dtype.element_ty)
                 tl.store(activation + at[:, None] + output[None, :], a, mask=there)
-    if tl.program_id(2) >= SHARED:
-        segment = segments + (tl.program_id(2) - SHARED) * 3
+    if tl.program_id(2) >= SHARED * SHARED_PARTS:
+        output = first + tl.arange(0, TILE)
+        segment = segments + (tl.program_id(2) - SHARED * SHARED_PARTS) * 3
         expert = tl.load(segment).to(tl.int64)
         start, count = tl.load(segment + 1), tl.load(segment + 2)
         for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
@@ -161,7 +219,7 @@ def gate_up(
             pair = tl.load(order + place)
             a = _gate_up_tile(
                 table, exponents, expert, first, x, codes, powers, (pair // TOP_K).to(tl.int64),
-                limit, WIDTH, INTER, TILE, INNER, STORED, WORDS, HARDWARE, DOT, WARPS, WIDEN,
+                limit, WIDTH, INTER, TILE, INNER, STORED, WORDS, HARDWARE, DOT, WARPS, WIDEN, False,
             )  # fmt: skip
             a *= tl.load(weights + pair).to(tl.float32)[:, None]
             there = (row < count)[:, None] & (output < INTER)[None, :]
@@ -204,17 +262,20 @@ def down(
     SHARED: tl.constexpr, WIDTH: tl.constexpr, INTER: tl.constexpr,
     STORED: tl.constexpr, WORDS: tl.constexpr, SHARED_STORED: tl.constexpr,
     SHARED_WORDS: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, HARDWARE: tl.constexpr, DOT: tl.constexpr, WARPS: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, SHARED_INNER: tl.constexpr, HARDWARE: tl.constexpr,
+    DOT: tl.constexpr, WARPS: tl.constexpr,
     WIDEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of w2 times activations, float32 at the activations' places; grid as in gate_up."""
     after_previous(OVERLAP)
     first = tl.program_id(1) * TILE
-    output = first + tl.arange(0, TILE)
     # The first condition is the compiler's: what is not compiled takes no shared memory.
     if SHARED > 0:  # noqa: SIM102
-        if tl.program_id(2) < SHARED:
-            expert = tl.program_id(2).to(tl.int64)
+        if tl.program_id(2) < SHARED * SHARED_PARTS:
+            PART: tl.constexpr = TILE // SHARED_PARTS
+            expert = (tl.program_id(2) // SHARED_PARTS).to(tl.int64)
+            first += tl.program_id(2) % SHARED_PARTS * PART
+            output = first + tl.arange(0, PART)
             num_blocks = tl.cdiv(num_rows, SHARED_ROWS)
             for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
                 row = block * SHARED_ROWS + tl.arange(0, SHARED_ROWS)
@@ -222,13 +283,14 @@ def down(
                 place = num_pairs + expert * num_rows + token
                 result = _down_tile(
                     shared_table, exponents, expert, first, shared_activation, codes, powers, place,
-                    WIDTH, INTER, TILE, INNER, SHARED_STORED, SHARED_WORDS, HARDWARE, DOT, WARPS,
-                    WIDEN,
+                    WIDTH, INTER, PART, SHARED_INNER, SHARED_STORED, SHARED_WORDS, HARDWARE, DOT,
+                    WARPS, WIDEN,
                 )  # fmt: skip
                 there = (row < num_rows)[:, None] & (output < WIDTH)[None, :]
                 tl.store(y + place[:, None] * WIDTH + output[None, :], result, mask=there)
-    if tl.program_id(2) >= SHARED:
-        segment = segments + (tl.program_id(2) - SHARED) * 3
+    if tl.program_id(2) >= SHARED * SHARED_PARTS:
+        output = first + tl.arange(0, TILE)
+        segment = segments + (tl.program_id(2) - SHARED * SHARED_PARTS) * 3
         expert = tl.load(segment).to(tl.int64)
         start, count = tl.load(segment + 1), tl.load(segment + 2)
         for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):

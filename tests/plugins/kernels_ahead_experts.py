@@ -57,7 +57,7 @@ def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, .
     constants = {
         "WIDTH": 5120, "INTER": 2304, "STORED": 9 if device.float8 else 2, "WORDS": True,
         "SHARED_STORED": 0, "SHARED_WORDS": True, "INNER": 128, "ROWS": rows, "SHARED": 1,
-        "SHARED_ROWS": moe.most_shared_rows(rows), "HARDWARE": device.float8,
+        "SHARED_ROWS": moe.most_shared_rows(rows), "SHARED_INNER": 128, "HARDWARE": device.float8,
         "WARPS": moe.warps(rows), "OVERLAP": device.float8, **DOT, **more,
     }  # fmt: skip
     arguments = {**EXPERTS, "codes": codes}

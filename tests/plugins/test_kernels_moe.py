@@ -162,7 +162,8 @@ def test_products_of_packed_weights_are_exact_up_to_summation(
         a.values, a.shared, a.codes, a.powers, segments, of.table, of.down_exponents, none.table,
         y, 5, 5, SHARED=0, WIDTH=hidden, INTER=inter, STORED=of.down.stored, WORDS=of.down.words,
         SHARED_STORED=device_weights.VALUES, SHARED_WORDS=False, TILE=128, INNER=128, ROWS=16,
-        SHARED_ROWS=16, HARDWARE=kernel._hardware(y.device), DOT=kernel.tl.bfloat16,
+        SHARED_ROWS=16, SHARED_INNER=128, HARDWARE=kernel._hardware(y.device),
+        DOT=kernel.tl.bfloat16,
         WARPS=4, WIDEN=kernel.INTERPRETED, **kernel._launch(y.device),
     )  # fmt: skip
     w2 = experts(count, hidden, inter, name, dtype, spread).w2.cpu().double()
