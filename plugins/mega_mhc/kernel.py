@@ -8,6 +8,7 @@ of the same parts in the same order, whether programs share a row or not.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from plugins.device.launch import INTERPRETED, needs_reference, padded, unit_stride
 from plugins.device.overlap import overlaps
+from plugins.mega_mhc import kernel_hopper as hopper
 from plugins.mega_mhc.kernel_finish import finish
 from plugins.mega_mhc.kernel_pass import stack, streams_pass
 from plugins.mega_mhc.reference import HcMix, mhc_pieces
@@ -25,10 +27,13 @@ from plugins.registry import OPERATORS
 PART_CHANNELS = 320
 # Up to this many rows every tile of a row is a program of its own.
 _SPREAD_ROWS = 256
-# Rows of a program that finishes mixes: a warp has one.
-FINISH_ROWS = 4
+# Up to this many rows a program keeps a part and takes rows in turn, where there is such a kernel.
+_HOPPER_ROWS = 1024
+# Rows of a program that finishes mixes: a warp has one; of many rows a lane has one.
+FINISH_ROWS, FINISH_MANY_ROWS = 4, 32
+_FINISH_WARPS = 4
 _NORM_TILE = 1024
-_STACK_TILE = 256
+_STACK_TILE = 1024
 
 
 class Launch(NamedTuple):
@@ -48,7 +53,7 @@ def launch(rows: int, *, wide: bool) -> Launch:
     if wide:
         return Launch(32, 16, 20, 8, 1, False)
     if rows <= _SPREAD_ROWS:
-        return Launch(32, 64, 1, 4, 1, False)
+        return Launch(16 if rows <= 16 else 32, 64, 1, 4, 1, False)
     return Launch(32, 64, 10, 8, 2, True)
 
 
@@ -66,7 +71,8 @@ class _Pass:
         self.mixes = self.count * (2 + self.count)
         self.num_sums = padded(self.mixes + 1)
         self.overlap = overlaps(streams.device)
-        self.sums = streams
+        self.sums = self.arrivals = streams
+        self.follow = False
 
     def run(
         self,
@@ -89,8 +95,10 @@ class _Pass:
         wide = s.dtype == torch.float32 or INTERPRETED
         stacked = fn is not None and size.stacked and not wide
         mix_tile = max(64, 2 * padded(self.mixes))
+        # The pass reads fn before the launch ahead of it has ended: not a copy made by that one.
+        overlap = self.overlap and (fn is None or fn.is_contiguous())
         if fn is not None:
-            self.sums = s.new_empty((self.rows, places, self.num_sums), dtype=torch.float32)
+            self._make_room(places)
             fn = self._stacked(fn.contiguous(), mix_tile) if stacked else fn.contiguous()
         programs = places if size.tiles == 1 else triton.cdiv(self.tiles, size.tiles)
         streams_pass[(triton.cdiv(self.rows, size.rows), programs)](
@@ -99,18 +107,47 @@ class _Pass:
             self.sums, self.rows, self.tiles, self.width, self.count, self.mixes, self.num_sums,
             mix_tile, size.rows, size.tile, size.tiles, self.part, places,
             y is not None, fn is not None, pre is not None,
-            tl.float32 if s.dtype == torch.float32 else tl.bfloat16, wide, stacked, self.overlap,
-            num_warps=size.warps, num_stages=size.stages, launch_pdl=self.overlap,
+            tl.float32 if s.dtype == torch.float32 else tl.bfloat16, wide, stacked, overlap,
+            num_warps=size.warps, num_stages=size.stages, launch_pdl=overlap,
+        )  # fmt: skip
+        return expanded, collapsed
+
+    def _make_room(self, places: int) -> None:
+        """For sums, and for the mix before anything that the pass reads is freed: `finish` may
+        write beside it."""
+        new = functools.partial(self.streams.new_empty, dtype=torch.float32)
+        self.sums = new((self.rows, places, self.num_sums))
+        of_stream = (self.rows, self.count)
+        self.mix = HcMix(new(of_stream), new(of_stream), new((*of_stream, self.count)))
+
+    def run_hopper(
+        self,
+        y: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
+        pre: torch.Tensor,
+        fn: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of `run` by the kernel for Hopper, beside which `finish` may begin."""
+        s = self.streams
+        expanded = torch.empty_like(s, memory_format=torch.contiguous_format)
+        collapsed = s.new_empty((self.rows, self.width))
+        self._make_room(self.parts)
+        self.follow = True
+        self.arrivals = s.new_zeros(triton.cdiv(self.rows, hopper.ROWS), dtype=torch.int32)
+        hopper.launch(
+            s, unit_stride(y), post, comb, pre, fn, expanded, collapsed, self.sums,
+            self.arrivals,
         )  # fmt: skip
         return expanded, collapsed
 
     def _stacked(self, fn: torch.Tensor, mix_tile: int) -> torch.Tensor:
         """fn's upper and lower bfloat16 halves as the pass takes them."""
         stacked = fn.new_empty((mix_tile, self.count * self.width), dtype=torch.bfloat16)
-        stack[(self.mixes, triton.cdiv(self.width, _STACK_TILE))](
-            fn, stacked, self.width, self.count, _STACK_TILE, self.overlap, num_warps=4,
-            launch_pdl=self.overlap,
-        )  # fmt: skip
+        length = self.count * self.width
+        stack[(self.mixes, triton.cdiv(length, _STACK_TILE))](
+            fn, stacked, length, _STACK_TILE, self.overlap, num_warps=4, launch_pdl=self.overlap
+        )
         return stacked
 
     def finish(
@@ -125,14 +162,18 @@ class _Pass:
         norm_eps: float,
     ) -> HcMix:
         """The mix of the sums that `run` left; `collapsed`, if given, is normalised in place."""
-        new, s, rows = self.sums.new_empty, self.count, self.rows
-        mix = HcMix(new((rows, s)), new((rows, s)), new((rows, s, s)))
-        programs = triton.cdiv(rows, FINISH_ROWS) + (rows if collapsed is not None else 0)
+        s, rows, mix = self.count, self.rows, self.mix
+        many = rows > _SPREAD_ROWS
+        of_program = FINISH_MANY_ROWS if many else FINISH_ROWS
+        programs = triton.cdiv(rows, of_program) + (rows if collapsed is not None else 0)
+        if self.follow:
+            programs = triton.cdiv(rows, of_program) * (of_program + 1)
         finish[(programs,)](
-            self.sums, base, scale, *mix, _given(collapsed, base), _given(norm, base),
-            rows, sinkhorn_iters, hc_eps, norm_eps, self.width, s, self.num_sums, self.parts,
-            self.per_part, FINISH_ROWS, min(_NORM_TILE, padded(self.width)), self.overlap,
-            not INTERPRETED, num_warps=FINISH_ROWS, launch_pdl=self.overlap,
+            self.sums, self.arrivals, base, scale, *mix, _given(collapsed, base),
+            _given(norm, base), rows, sinkhorn_iters, hc_eps, norm_eps, self.width, s,
+            self.num_sums, self.parts, self.per_part, of_program, many,
+            min(_NORM_TILE, padded(self.width)), self.follow, self.overlap, not INTERPRETED,
+            num_warps=_FINISH_WARPS, launch_pdl=self.overlap, enable_fp_fusion=False,
         )  # fmt: skip
         return mix
 
@@ -212,7 +253,9 @@ def mega_mhc(
             sinkhorn_iters=sinkhorn_iters, hc_eps=hc_eps, norm_eps=norm_eps,
         )  # fmt: skip
     one = _Pass(streams)
-    expanded, collapsed = one.run(
+    some_rows = _SPREAD_ROWS < one.rows <= _HOPPER_ROWS and fn.is_contiguous()
+    for_hopper = some_rows and hopper.takes(one.streams, one.parts)
+    expanded, collapsed = (one.run_hopper if for_hopper else one.run)(
         y=y, post=post.contiguous(), comb=comb.contiguous(), pre=pre.contiguous(), fn=fn
     )
     mix = one.finish(

@@ -17,6 +17,21 @@ from plugins.device.overlap import after_previous
 
 
 @triton.jit
+def _begin(
+    arrivals, block, PARTS: tl.constexpr, FOLLOW: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """Wait for the pass or, if FOLLOW, for a block of its rows: a launch with `launch_pdl` begins
+    when all programs of the one before it run, so those that are waited for never wait."""
+    if FOLLOW:
+        tl.extra.cuda.gdc_launch_dependents()
+        arrived = tl.atomic_add(arrivals + block, 0, sem="acquire")
+        while arrived < PARTS:
+            arrived = tl.atomic_add(arrivals + block, 0, sem="acquire")
+    else:
+        after_previous(OVERLAP)
+
+
+@triton.jit
 def _everywhere(x, place: tl.constexpr):
     """x [rows, SUMS] at one place, at every place of its row."""
     return tl.gather(x, tl.zeros(x.shape, tl.int32) + place, 1)
@@ -68,28 +83,37 @@ def _destinations_to_one(cells, eps, S: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _powers(logits, S: tl.constexpr):
-    """S · S cells exp(logit − the source's highest)."""
+def _sinkhorn(logits, iterations, eps, S: tl.constexpr, NATIVE: tl.constexpr):
+    """From S · S logits of any shape the cells of the mix, elementwise: exp(logit − the source's
+    highest), and then turns of divisions."""
     powers = ()
     for i in tl.static_range(S):
-        first = (2 + i) * S
-        high = _everywhere(logits, first)
+        high = logits[S * i]
         for j in tl.static_range(1, S):
-            other = _everywhere(logits, first + j)
-            high = tl.maximum(high, other, propagate_nan=tl.PropagateNan.ALL)
+            high = tl.maximum(high, logits[S * i + j], propagate_nan=tl.PropagateNan.ALL)
         for j in tl.static_range(S):
-            powers = powers + (tl.exp(_everywhere(logits, first + j) - high),)  # noqa: RUF005
-    return powers
+            powers = powers + (tl.exp(logits[S * i + j] - high),)  # noqa: RUF005
+    cells = ()
+    for cell in tl.static_range(S * S):
+        share = _share(powers, cell // S * S, 1, 0.0, S, NATIVE)
+        cells = cells + (tl.fma(powers[cell], share, eps),)  # noqa: RUF005
+    cells = _destinations_to_one(cells, eps, S, NATIVE)
+    for _ in range(iterations - 1):
+        cells = _sources_to_one(cells, eps, S, NATIVE)
+        cells = _destinations_to_one(cells, eps, S, NATIVE)
+    return cells
 
 
 @triton.jit
 def _mix_rows(
-    program, sums, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps, norm_eps,
-    WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr,
-    PER: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr, NATIVE: tl.constexpr,
+    program, sums, arrivals, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
+    norm_eps, WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr,
+    PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FOLLOW: tl.constexpr,
+    OVERLAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The mix of ROWS rows. A row is a warp and a sum a lane; every lane holds all S · S cells, as
-    Sinkhorn is a chain of short steps in which lanes that asked each other would wait."""
+    """The mix of ROWS rows. A sum is a lane; for Sinkhorn, a chain of short steps in which lanes
+    that asked each other would wait, all S · S cells of a row are either in every lane or, with
+    COLUMNS, in one lane, where its logits arrive through `sums`."""
     MIXES: tl.constexpr = S * (2 + S)
     row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     is_row = row < num_rows
@@ -98,7 +122,7 @@ def _mix_rows(
     kind = tl.where(place < 2 * S, place // S, 2)
     factor = tl.load(scale + kind, mask=place < MIXES, other=0.0).to(tl.float32)
     shift, factor = tl.broadcast_to(shift, (ROWS, SUMS)), tl.broadcast_to(factor, (ROWS, SUMS))
-    after_previous(OVERLAP)
+    _begin(arrivals, program, PARTS, FOLLOW, OVERLAP)
     # All loads before the first addition: they are under way together.
     at = sums + row * (PARTS * PER * SUMS) + place
     there = is_row & (place <= MIXES)
@@ -117,33 +141,40 @@ def _mix_rows(
     tl.store(pre + row * S + place, gate + hc_eps, mask=is_row & (place < S))
     is_post = (place >= S) & (place < 2 * S)
     tl.store(post + row * S + place - S, 2.0 * gate, mask=is_row & is_post)
-    powers = _powers(logits, S)
-    cells = ()
-    for cell in tl.static_range(S * S):
-        share = _share(powers, cell // S * S, 1, 0.0, S, NATIVE)
-        cells = cells + (tl.fma(powers[cell], share, hc_eps),)  # noqa: RUF005
-    cells = _destinations_to_one(cells, hc_eps, S, NATIVE)
-    for _ in range(sinkhorn_iters - 1):
-        cells = _sources_to_one(cells, hc_eps, S, NATIVE)
-        cells = _destinations_to_one(cells, hc_eps, S, NATIVE)
-    grid = tl.zeros((ROWS, SUMS), tl.float32)
-    for cell in tl.static_range(S * S):
-        grid = tl.where(place == 2 * S + cell, cells[cell], grid)
-    at = comb + row * (S * S) + place - 2 * S
-    tl.store(at, grid, mask=is_row & (place >= 2 * S) & (place < MIXES))
+    of_cells = ()
+    if COLUMNS:
+        tl.store(at, logits, mask=there)
+        tl.debug_barrier()
+        lane = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        for cell in tl.static_range(S * S):
+            of_cell = sums + lane * (PARTS * PER * SUMS) + 2 * S + cell
+            of_cells = of_cells + (tl.load(of_cell, mask=lane < num_rows, other=0.0),)  # noqa: RUF005
+        cells = _sinkhorn(of_cells, sinkhorn_iters, hc_eps, S, NATIVE)
+        for cell in tl.static_range(S * S):
+            tl.store(comb + lane * (S * S) + cell, cells[cell], mask=lane < num_rows)
+    else:
+        for cell in tl.static_range(S * S):
+            of_cells = of_cells + (_everywhere(logits, 2 * S + cell),)  # noqa: RUF005
+        cells = _sinkhorn(of_cells, sinkhorn_iters, hc_eps, S, NATIVE)
+        grid = tl.zeros((ROWS, SUMS), tl.float32)
+        for cell in tl.static_range(S * S):
+            grid = tl.where(place == 2 * S + cell, cells[cell], grid)
+        at = comb + row * (S * S) + place - 2 * S
+        tl.store(at, grid, mask=is_row & (place >= 2 * S) & (place < MIXES))
 
 
 @triton.jit
 def _normalise_row(
-    row, collapsed, weight, norm_eps, WIDTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
-):
+    row, collapsed, weight, arrivals, block, norm_eps, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, FOLLOW: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
     gains, values = (), ()
     for i in tl.static_range(TILES):
         column = i * TILE + tl.arange(0, TILE)
         gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         gains = gains + (gain,)  # noqa: RUF005
-    after_previous(OVERLAP)
+    _begin(arrivals, block, PARTS, FOLLOW, OVERLAP)
     at = collapsed + tl.cast(row, tl.int64) * WIDTH
     squares = tl.zeros((TILE,), tl.float32)
     for i in tl.static_range(TILES):
@@ -160,22 +191,34 @@ def _normalise_row(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def finish(
-    sums, base, scale, pre, post, comb, collapsed, weight, num_rows, sinkhorn_iters, hc_eps,
-    norm_eps, WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr,
-    PER: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
-    NATIVE: tl.constexpr,
+    sums, arrivals, base, scale, pre, post, comb, collapsed, weight, num_rows, sinkhorn_iters,
+    hc_eps, norm_eps, WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr,
+    PARTS: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, FOLLOW: tl.constexpr, OVERLAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """From `sums` [rows, PARTS · PER, SUMS], PER to a part, the mix: by the first programs, ROWS
-    rows each. By those behind them, where there are any, one row of `collapsed` normalised where it
-    lies. OVERLAP: weights are loaded
-    before the pass has ended."""
-    mixing = tl.cdiv(num_rows, ROWS)
-    if tl.program_id(0) < mixing:
-        _mix_rows(
-            tl.program_id(0), sums, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
-            norm_eps, WIDTH, S, SUMS, PARTS, PER, ROWS, OVERLAP, NATIVE,
-        )  # fmt: skip
+    """From `sums` [rows, PARTS · PER, SUMS], PER to a part, the mix: by programs of ROWS rows each.
+    By others, where they are, one row of `collapsed` normalised where it lies. Weights are loaded
+    before the pass has ended. FOLLOW: a block of ROWS rows is finished as soon as `arrivals` has
+    counted its parts, while the pass is at others."""
+    program = tl.program_id(0)
+    if FOLLOW:
+        block, place = program // (ROWS + 1), program % (ROWS + 1)
+        row = block * ROWS + place - 1
+        mixes = place == 0
+        if program == tl.num_programs(0) - 1:
+            # Whatever waits for this launch then waits for the pass too.
+            tl.extra.cuda.gdc_wait()
     else:
         # The last rows first: they are still in the L2 cache.
-        row = num_rows - 1 - (tl.program_id(0) - mixing)
-        _normalise_row(row, collapsed, weight, norm_eps, WIDTH, TILE, OVERLAP)
+        block, mixing = program, tl.cdiv(num_rows, ROWS)
+        row = num_rows - 1 - (program - mixing)
+        mixes = program < mixing
+    if mixes:
+        _mix_rows(
+            block, sums, arrivals, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
+            norm_eps, WIDTH, S, SUMS, PARTS, PER, ROWS, COLUMNS, FOLLOW, OVERLAP, NATIVE,
+        )  # fmt: skip
+    elif row < num_rows:
+        _normalise_row(
+            row, collapsed, weight, arrivals, block, norm_eps, WIDTH, TILE, PARTS, FOLLOW, OVERLAP
+        )

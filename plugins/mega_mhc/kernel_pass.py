@@ -33,30 +33,17 @@ def _halves(x):
 
 
 @triton.jit
-def _interleaved(x, S: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """S times [ROWS, TILE] as [ROWS, TILE · S], the streams of a channel side by side."""
-    one = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])) if S == 4 else tl.join(x[0], x[1])
-    return tl.reshape(one, (ROWS, TILE * S))
-
-
-@triton.jit
-def stack(
-    fn, stacked, WIDTH: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """TILE channels of one mix: its upper and lower bfloat16 half in rows 8 apart of `stacked`
-    [MIX_TILE, S · WIDTH], the streams of a channel side by side."""
+def stack(fn, stacked, LENGTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    """TILE coefficients of one mix: its upper and lower bfloat16 half in rows 8 apart of `stacked`
+    [MIX_TILE, LENGTH]."""
     after_previous(OVERLAP)
     mix = tl.program_id(0)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    x = ()
-    for s in tl.static_range(S):
-        one = tl.load(fn + (mix * S + s) * WIDTH + column, mask=column < WIDTH, other=0.0)
-        x = x + (one[None, :].to(tl.float32),)  # noqa: RUF005 (kernels know no unpacking)
-    high, low = _halves(_interleaved(x, S, 1, TILE))
-    k = tl.program_id(1) * (TILE * S) + tl.arange(0, TILE * S)[None, :]
-    at = stacked + (mix // 8 * 16 + mix % 8) * (S * WIDTH) + k
-    tl.store(at, high, mask=k < S * WIDTH)
-    tl.store(at + 8 * S * WIDTH, low, mask=k < S * WIDTH)
+    k = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    x = tl.load(fn + mix * LENGTH + k, mask=k < LENGTH, other=0.0).to(tl.float32)
+    high, low = _halves(x)
+    at = stacked + (mix // 8 * 16 + mix % 8) * LENGTH + k
+    tl.store(at, high, mask=k < LENGTH)
+    tl.store(at + 8 * LENGTH, low, mask=k < LENGTH)
 
 
 @triton.jit
@@ -74,29 +61,30 @@ def _coefficients(
     fn, tile, WIDTH: tl.constexpr, S: tl.constexpr, MIXES: tl.constexpr, MIX_TILE: tl.constexpr,
     TILE: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
-    """[MIX_TILE, TILE · S] as `stack` makes it. float32 needs no lower half: its rows are zero."""
-    place = tl.arange(0, MIX_TILE)
+    """[MIX_TILE, S · TILE], a stream's channels side by side, in rows as `stack` makes them.
+    float32 needs no lower half: its rows are zero."""
+    place = tl.arange(0, MIX_TILE)[:, None]
     mix = place // 16 * 8 + place % 8
+    k = tl.arange(0, S * TILE)[None, :]
+    column = tile * TILE + k % TILE
+    there = (mix < MIXES) & (column < WIDTH)
     if STACKED:
-        k = tile * (TILE * S) + tl.arange(0, TILE * S)
-        there = (mix < MIXES)[:, None] & (k < S * WIDTH)[None, :]
-        return tl.load(fn + place[:, None] * (S * WIDTH) + k[None, :], mask=there, other=0.0)
-    is_low = (place % 16 >= 8)[:, None]
-    column = tile * TILE + tl.arange(0, TILE)
-    there = (mix < MIXES)[:, None] & (column < WIDTH)[None, :]
-    x = ()
-    for s in tl.static_range(S):
-        at = fn + (mix * S + s)[:, None] * WIDTH + column[None, :]
-        one = tl.load(at, mask=there, other=0.0).to(tl.float32)
-        if tl.float32 == DOT:
-            one = tl.where(is_low, 0.0, one)
-        else:
-            high, low = _halves(one)
-            one = tl.where(is_low, low, high)
-            if WIDEN:
-                one = one.to(tl.float32)
-        x = x + (one,)  # noqa: RUF005
-    return _interleaved(x, S, MIX_TILE, TILE)
+        return tl.load(fn + (place * S + k // TILE) * WIDTH + column, mask=there, other=0.0)
+    one = tl.load(fn + (mix * S + k // TILE) * WIDTH + column, mask=there, other=0.0)
+    one, is_low = one.to(tl.float32), place % 16 >= 8
+    if tl.float32 == DOT:
+        return tl.where(is_low, 0.0, one)
+    high, low = _halves(one)
+    one = tl.where(is_low, low, high)
+    return one.to(tl.float32) if WIDEN else one
+
+
+@triton.jit
+def _side_by_side(x, S: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """S times [ROWS, TILE] as [S · TILE, ROWS]."""
+    one = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])) if S == 4 else tl.join(x[0], x[1])
+    one = tl.permute(tl.reshape(one, (ROWS, TILE, S)), (0, 2, 1))
+    return tl.trans(tl.reshape(one, (ROWS, S * TILE)))
 
 
 @triton.jit
@@ -123,21 +111,16 @@ def _rounded(x, dtype: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _tile(
-    tile, streams, row_stride, stream_stride, y, y_stride, gains, shares, merges, fn,
+    tile, streams, row_stride, stream_stride, y, y_stride, gains, shares, merges, coefficients,
     expanded, collapsed, row, is_row,
-    WIDTH: tl.constexpr, S: tl.constexpr, MIXES: tl.constexpr, MIX_TILE: tl.constexpr,
+    WIDTH: tl.constexpr, S: tl.constexpr, MIX_TILE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, EXPAND: tl.constexpr, MIX: tl.constexpr,
-    COLLAPSE: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr, STACKED: tl.constexpr,
+    COLLAPSE: tl.constexpr, DOT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """TILE channels of ROWS rows: their part of the products [MIX_TILE / 16, 8, ROWS] and of the
     squares [ROWS]."""
     column = tile * TILE + tl.arange(0, TILE)
     there = is_row[:, None] & (column < WIDTH)[None, :]
-    if MIX:
-        # Ahead of the stores, which no load may be moved across.
-        coefficients = _coefficients(
-            fn, tile, WIDTH, S, MIXES, MIX_TILE, TILE, DOT, WIDEN, STACKED
-        )  # fmt: skip
     x = ()
     for s in tl.static_range(S):
         at = streams + (row * row_stride + s * stream_stride)[:, None] + column[None, :]
@@ -172,7 +155,7 @@ def _tile(
     if MIX:
         # Mixes are the rows of the product and streams its columns: the other way round, the
         # compiler would compute the streams once for every layout that a product wants.
-        operand = tl.trans(_interleaved(operands, S, ROWS, TILE))
+        operand = _side_by_side(operands, S, ROWS, TILE)
         if WIDEN:
             halves = tl.dot(coefficients, operand, input_precision="tf32x3")
         else:
@@ -207,6 +190,13 @@ def streams_pass(
     squares, of each tile if TILES is 1, of each PART tiles else."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_row = row < num_rows
+    first = tl.program_id(1) * TILES
+    coefficients = fn
+    if MIX and TILES == 1:
+        # Weights, which no launch before this one writes: under way before it has ended.
+        coefficients = _coefficients(
+            fn, first, WIDTH, S, MIXES, MIX_TILE, TILE, DOT, WIDEN, STACKED
+        )  # fmt: skip
     after_previous(OVERLAP)
     gains, shares, merges = (), (), ()
     if EXPAND:
@@ -214,12 +204,11 @@ def streams_pass(
         shares = _columns(comb, row, S * S, is_row, ROWS, TILE)
     if COLLAPSE:
         merges = _columns(pre, row, S, is_row, ROWS, TILE)
-    first = tl.program_id(1) * TILES
     if TILES == 1:
         products, squares = _tile(
-            first, streams, row_stride, stream_stride, y, y_stride, gains, shares, merges, fn,
-            expanded, collapsed, row, is_row, WIDTH, S, MIXES, MIX_TILE, ROWS, TILE,
-            EXPAND, MIX, COLLAPSE, DOT, WIDEN, STACKED,
+            first, streams, row_stride, stream_stride, y, y_stride, gains, shares, merges,
+            coefficients, expanded, collapsed, row, is_row, WIDTH, S, MIX_TILE, ROWS, TILE,
+            EXPAND, MIX, COLLAPSE, DOT, WIDEN,
         )  # fmt: skip
         if MIX:
             _leave(sums, first, products, squares, row, is_row, PARTS, MIXES, SUMS, MIX_TILE)
@@ -227,10 +216,16 @@ def streams_pass(
         products = tl.zeros((MIX_TILE // 16, 8, ROWS), tl.float32)
         squares = tl.zeros((ROWS,), tl.float32)
         for tile in range(first, tl.minimum(first + TILES, num_tiles)):
+            of_tile = fn
+            if MIX:
+                # Ahead of the stores, which no load may be moved across.
+                of_tile = _coefficients(
+                    fn, tile, WIDTH, S, MIXES, MIX_TILE, TILE, DOT, WIDEN, STACKED
+                )  # fmt: skip
             more, more_squares = _tile(
-                tile, streams, row_stride, stream_stride, y, y_stride, gains, shares, merges, fn,
-                expanded, collapsed, row, is_row, WIDTH, S, MIXES, MIX_TILE, ROWS, TILE,
-                EXPAND, MIX, COLLAPSE, DOT, WIDEN, STACKED,
+                tile, streams, row_stride, stream_stride, y, y_stride, gains, shares, merges,
+                of_tile, expanded, collapsed, row, is_row, WIDTH, S, MIX_TILE, ROWS, TILE,
+                EXPAND, MIX, COLLAPSE, DOT, WIDEN,
             )  # fmt: skip
             products += more
             squares += more_squares

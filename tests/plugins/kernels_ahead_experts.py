@@ -10,7 +10,9 @@ import triton.language as tl
 from plugins.device.launch import Limits
 from plugins.mega_gate import kernel as gate
 from plugins.mega_mhc import kernel as mhc
+from plugins.mega_mhc import kernel_hopper as mhc_hopper
 from plugins.mega_mhc.kernel_finish import finish
+from plugins.mega_mhc.kernel_hopper import streams_hopper
 from plugins.mega_mhc.kernel_pass import stack, streams_pass
 from plugins.moe import kernel as moe
 from plugins.moe import kernel_hopper as hopper
@@ -40,7 +42,8 @@ GATE = {
 MHC = {
     "streams": "*bf16", "row_stride": STRIDE, "stream_stride": STRIDE, "y": "*bf16",
     "y_stride": STRIDE, "post": "*fp32", "comb": "*fp32", "pre": "*fp32", "fn": "*fp32",
-    "expanded": "*bf16", "collapsed": "*bf16", "sums": "*fp32", "num_rows": "i32",
+    "expanded": "*bf16", "collapsed": "*bf16", "sums": "*fp32", "arrivals": "*i32",
+    "num_rows": "i32",
     "num_tiles": "i32", "base": "*fp32", "scale": "*fp32", "weight": "*bf16", "stacked": "*bf16",
     "sinkhorn_iters": "i32", "hc_eps": "fp32", "norm_eps": "fp32",
 }  # fmt: skip
@@ -117,23 +120,40 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             {"TOP_K": 6, "PADDED_K": 8, "SHARED": 1, "WIDTH": 5120, "TILE": 1024,
              "OVERLAP": True}, 4,
         ),
-        ("gate", gate._logits, GATE, {**tile, "ROWS": 64, "OVERLAP": True, **DOT}, 4, 5),
+        (
+            "gate", gate._logits, GATE,
+            {**tile, "ROWS": 64, "AHEAD": 16, "OVERLAP": True, **DOT}, 4, 5,
+        ),
         (
             "choose", gate._choose, GATE,
             {
-                "TOP_K": 6, "EXPERTS": 512, "PLACES": 8, "IMAGES": True, "PARTS": 8,
-                "SUM_EPS": 1e-20, "OVERLAP": True,
+                "NUM_EXPERTS": 384, "TOP_K": 6, "CHUNKS": 12, "CHUNK": 32, "PLACES": 8,
+                "IMAGES": True, "PARTS": 8, "SUM_EPS": 1e-20, "OVERLAP": True,
             }, 1,
         ),
         ("mhc of few rows", *streams(64, OVERLAP=True)),
         ("expand", *streams(8192, MIX=False, COLLAPSE=False)),
-        ("stack", stack, MHC, {"WIDTH": 5120, "S": 4, "TILE": 256, "OVERLAP": True}, 4),
+        (
+            "mhc of warp groups", streams_hopper, MHC,
+            {
+                **{n: x for n, x in STREAMS.items() if n != "S"}, "MIXES": 24, "PARTS": 16,
+                **mhc_hopper.SIZES,
+            }, mhc_hopper.WARPS,
+        ),
+        ("stack", stack, MHC, {"LENGTH": 20480, "TILE": 1024, "OVERLAP": True}, 4),
         (
             "finish", finish, MHC,
             {
-                **STREAMS, "PARTS": 16, "PER": 5, "ROWS": mhc.FINISH_ROWS, "TILE": 1024,
-                "OVERLAP": True, "NATIVE": True,
-            }, mhc.FINISH_ROWS,
+                **STREAMS, "PARTS": 16, "PER": 5, "ROWS": mhc.FINISH_ROWS, "COLUMNS": False,
+                "TILE": 1024, "FOLLOW": False, "OVERLAP": True, "NATIVE": True,
+            }, 4,
+        ),
+        (
+            "finish beside the pass", finish, MHC,
+            {
+                **STREAMS, "PARTS": 16, "PER": 1, "ROWS": mhc_hopper.ROWS, "COLUMNS": True,
+                "TILE": 1024, "FOLLOW": True, "OVERLAP": True, "NATIVE": True,
+            }, 4,
         ),
         ("norm", norm._rms_norm, ROWS, {"WIDTH": 5120, "PADDED": 8192, "OVERLAP": True}, 8),
         (
