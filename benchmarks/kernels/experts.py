@@ -18,7 +18,7 @@ from plugins.registry import OPERATORS
 WIDTH, INTER, EXPERTS, TOP_K = (5120, 2304, 48, 6) if DEVICE == "cuda" else (256, 128, 4, 2)
 MATRIX = WIDTH * INTER
 # Tokens → microseconds to stay below without the shared expert.
-TARGETS = {8: 180.0, 64: 285.0, 512: 500.0, 4096: 2100.0}
+TARGETS = {1: None, 8: 180.0, 64: 285.0, 512: 500.0, 4096: 2100.0}
 
 
 def experts(count: int, stored: PackedFormat) -> ExpertWeights:
@@ -67,7 +67,10 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
         routed = experts(EXPERTS, stored)
         released = stored is PackedFormat.FP4_ROWS
         for tokens, target in TARGETS.items():
-            ids = torch.rand(tokens, EXPERTS, device=DEVICE).argsort(1)[:, :TOP_K].contiguous()
+            ids, *more_ids = (
+                torch.rand(tokens, EXPERTS, device=DEVICE).argsort(1)[:, :TOP_K].contiguous()
+                for _ in range(2)
+            )
             hit = len(ids.unique())
             chosen = torch.rand(tokens, TOP_K, device=DEVICE)
             read = 3.0 * hit * stored_bytes(stored, WIDTH, INTER) + 4.0 * tokens * WIDTH
@@ -93,9 +96,15 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
                     )
                     return relative(run()[some], expected)
 
+                # The interpreter cuts bfloat16 off: one row alone may be further from it.
+                tolerance = 4e-2 if DEVICE == "cpu" and tokens == 1 else 2e-2
+                # Of one token's experts half would stay in the cache: others take turns.
+                calls = [run]
+                if tokens == 1:
+                    calls += [lambda run=run, ids=other: run(ids=ids) for other in more_ids]
                 yield Row(
                     "moe", f"{tokens} of {EXPERTS} {stored.value}{name}", read + more,
-                    flop + more_flop, [run], error, 2e-2,
+                    flop + more_flop, calls, error, tolerance,
                     target if released and not beside.count else None,
                     "triton_kernels.mxfp4_weight_only", theirs,
                     unit="float8" if released else "bf16",
