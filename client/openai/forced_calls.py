@@ -87,14 +87,22 @@ def _value(schema: Mapping[str, Any]) -> str:
     if isinstance(choices, list) and choices:
         spelled = [_tagged(isinstance(c, str), _quoted(_spelled(c))) for c in choices]
         return f"( {' | '.join(spelled)} )"
+    values = [_of_kind(each) for each in (kind if isinstance(kind, list) else [kind])]
+    if not values or None in values:
+        values = [_tagged(True, "text"), _tagged(False, "text")]
+    return f"( {' | '.join(map(str, values))} )"
+
+
+def _of_kind(kind: Any) -> str | None:
+    """None for what is no plain type."""
     if kind == "string":
         return _tagged(True, "text")
-    if kind in _SCALARS:
+    if isinstance(kind, str) and kind in _SCALARS:
         return _tagged(False, _SCALARS[kind])
-    if kind in _BRACKETS:
+    if isinstance(kind, str) and kind in _BRACKETS:
         first, last = _BRACKETS[kind]
         return _tagged(False, f"{_quoted(first)} text {_quoted(last)}")
-    return f"( {_tagged(True, 'text')} | {_tagged(False, 'text')} )"
+    return None
 
 
 def _tagged(is_text: bool, value: str) -> str:

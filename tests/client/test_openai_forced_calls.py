@@ -129,3 +129,27 @@ def test_calls_as_the_model_writes_them(
     assert accepts(grammars[True], TEXT, answer) is one
     assert accepts(grammars[False], TEXT, answer) is several
     assert not accepts(grammars[False], TEXT, "Well." + answer)
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"type": ["string", "null"]}, ["2>&1", None], [3, True]),
+        ({"type": ["integer", "boolean"]}, [-3, True], ["3", 3.5, None]),
+        ({"type": {"any": 1}}, ["x", 3, [1]], []),  # no schema, and no reason to fail
+    ],
+)
+def test_values_of_several_types(
+    schema: dict[str, Any], allowed: list[Any], refused: list[Any]
+) -> None:
+    function = ToolFunction(name="f", parameters={"properties": {"a": schema}, "required": ["a"]})
+    compiler = GrammarCompiler(setup_of(TEXT))
+    try:
+        guide = Guide(GuideKind.GRAMMAR, grammar_of_calls([function], only_one=True))
+        grammar = compiler.compile(guide).result(60)
+    finally:
+        compiler.close()
+    for value in allowed:
+        assert accepts(grammar, TEXT, answer_of(("f", {"a": value}))), value
+    for value in refused:
+        assert not accepts(grammar, TEXT, answer_of(("f", {"a": value}))), value
