@@ -10,6 +10,7 @@ rules as a lexer does, whose texts would never end at a tag.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ _SCALARS = {
     "null": '"null"',
 }
 _BRACKETS = {"array": ("[", "]"), "object": ("{", "}")}
+_ESCAPES = re.compile(r"\\.")
+_OTHERS = {r"\b": r"\u0008", r"\f": r"\u000c"}  # JSON has them, GBNF has not
 
 
 def grammar_of_calls(functions: Sequence[ToolFunction], *, only_one: bool) -> str:
@@ -115,5 +118,6 @@ def _spelled(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A literal. JSON's escapes are GBNF's, but for the rarer \\b and \\f."""
-    return json.dumps(text, ensure_ascii=False).replace("\\b", "\\u0008").replace("\\f", "\\u000c")
+    """A literal. JSON's escapes are GBNF's, but for two."""
+    spelled = json.dumps(text, ensure_ascii=False)
+    return _ESCAPES.sub(lambda escape: _OTHERS.get(escape[0], escape[0]), spelled)

@@ -137,9 +137,10 @@ def test_calls_as_the_model_writes_them(
         ({"type": ["string", "null"]}, ["2>&1", None], [3, True]),
         ({"type": ["integer", "boolean"]}, [-3, True], ["3", 3.5, None]),
         ({"type": {"any": 1}}, ["x", 3, [1]], []),  # no schema, and no reason to fail
+        ({"enum": ["C:\\bin\\foo", "\b\f"]}, ["C:\\bin\\foo", "\b\f"], ["C:", "\\b\\f"]),
     ],
 )
-def test_values_of_several_types(
+def test_values_of_several_types_and_with_backslashes(
     schema: dict[str, Any], allowed: list[Any], refused: list[Any]
 ) -> None:
     function = ToolFunction(name="f", parameters={"properties": {"a": schema}, "required": ["a"]})
