@@ -7,6 +7,7 @@ Both transports build their bytes from `input_tensors` and read them back throug
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +166,12 @@ def _tensor(spec: TensorSpec, value: Any) -> npt.NDArray[Any]:
             raise ValueError(
                 f"expected {spec.name} as a whole number from {limits.min} to {limits.max}, "
                 f"got {value}"
+            )
+    if spec.dtype is np.float32:
+        most = float(np.finfo(np.float32).max)
+        if math.isfinite(value) and abs(value) > most:
+            raise ValueError(
+                f"expected {spec.name} as a number from {-most} to {most}, got {value}"
             )
     return np.array([[value]], dtype=spec.dtype)
 

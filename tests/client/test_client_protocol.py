@@ -70,6 +70,7 @@ def test_prompts_that_cannot_be_carried(values: dict[str, object], sentence: str
         ({"top_k": 2**31}, "top_k as a whole number from -2147483648 to 2147483647"),
         ({"seed": -1}, "seed as a whole number from 0 to 18446744073709551615, got -1"),
         ({"max_tokens": 1.5}, "max_tokens as a whole number"),
+        ({"temperature": -1e39}, "temperature as a number from -3.402823.*38, got -1e\\+39"),
         ({"text_input": "ab\ud800"}, "lone surrogate at character 2"),
     ],
 )
