@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,7 @@ def add_command(commands: Any, name: str, run: Run, description: str) -> argpars
 def add_transport(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--protocol", choices=("grpc", "http"), default="grpc")
     parser.add_argument("--url", help=f"host:port ({GRPC_ADDRESS} or {HTTP_ADDRESS})")
-    parser.add_argument("--timeout", type=float, help="seconds for everything; none if left out")
+    parser.add_argument("--timeout", type=seconds, help="seconds for everything; none if left out")
 
 
 def add_grpc_address(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +86,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {value}")
     return value
 
 

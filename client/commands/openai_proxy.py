@@ -10,7 +10,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from client.commands.common import OK, add_command, add_grpc_address, positive, say
+from client.commands.common import OK, add_command, add_grpc_address, positive, say, seconds
 from client.openai.settings import KEYS_VARIABLE, MIB, ApiKeys, ProxySettings
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     option("--api-key-file", type=Path, help=f"a key a line; also {KEYS_VARIABLE}=KEY,KEY")
     option("--tls-certificate", type=Path, help="PEM file: serve HTTPS")
     option("--tls-key", type=Path, help="PEM file of its key")
-    option("--request-timeout", type=float, help="seconds of one generation; none if left out")
+    option("--request-timeout", type=seconds, help="seconds of one generation; none if left out")
     option("--max-body-mib", type=positive, default=16, help="of a request's body")
     option("--requests-per-minute", type=positive, help="of each caller; no limit if left out")
     option("--max-in-flight", type=positive, default=1024, help="generations at once")

@@ -384,6 +384,16 @@ def test_settings_that_cannot_work(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_time_limit_that_no_answer_can_keep_is_refused(
+    seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["openai-proxy", "--port=0", f"--request-timeout={seconds}"])
+    assert caught.value.code == 2
+    assert "--request-timeout: expected a finite number above 0, got " in capsys.readouterr().err
+
+
 def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "fastapi").mkdir()
     (tmp_path / "fastapi" / "__init__.py").write_text("raise ImportError('not installed')")
