@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.network import attention, encoder, select
+from plugins.indexer.slots import KeySlots, pages_of
+from plugins.topk_select import topk_select
 
 
 class _Swap(NamedTuple):
@@ -47,6 +49,27 @@ def _random_scores(original: Any) -> Callable[..., torch.Tensor]:
     return index_scores
 
 
+def _random_candidates(original: Any) -> Callable[..., torch.Tensor]:
+    """The same among a row's candidates, which are never scored otherwise."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def candidate_topk(
+        queries: Any, head_weights: Any, keys: Any, key_slots: KeySlots, request: Any,
+        num_visible: torch.Tensor, blocks_mask: torch.Tensor, *, k: int, block_size: int,
+        num_blocks: int,
+    ) -> torch.Tensor:  # fmt: skip
+        device = num_visible.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(1)
+        shape = len(num_visible), pages_of(key_slots).count
+        scores = torch.rand(shape, generator=generators[device], device=device)
+        inside = blocks_mask.repeat_interleave(block_size, dim=1)[:, : shape[1]]
+        seen = torch.arange(shape[1], device=device) < num_visible.unsqueeze(1)
+        return topk_select(scores.masked_fill(~(inside & seen), -torch.inf), k)
+
+    return candidate_topk
+
+
 def _window_only(original: Any) -> Callable[..., torch.Tensor]:
     def mega_attention(
         q: Any, positions: Any, inv_freq: Any, window: Any, keys: Any, main: Any, slots: Any,
@@ -61,9 +84,12 @@ def _window_only(original: Any) -> Callable[..., torch.Tensor]:
 
 
 ABLATIONS = {
-    "engram": _Swap(encoder, "inject", _without_engram),
-    "indexer": _Swap(select, "index_scores", _random_scores),
-    "global": _Swap(attention, "mega_attention", _window_only),
+    "engram": (_Swap(encoder, "inject", _without_engram),),
+    "indexer": (
+        _Swap(select, "index_scores", _random_scores),
+        _Swap(select, "candidate_topk", _random_candidates),
+    ),
+    "global": (_Swap(attention, "mega_attention", _window_only),),
 }
 
 
@@ -71,13 +97,12 @@ ABLATIONS = {
 def ablated(name: str | None) -> Iterator[None]:
     """Without Engram ("engram"), with random selection ("indexer"), or with the windows alone
     ("global"), for every network of this process; None changes nothing."""
-    if name is None:
-        yield
-        return
-    module, operator, replacement = ABLATIONS[name]
-    original = getattr(module, operator)
-    setattr(module, operator, replacement(original))
+    swaps = () if name is None else ABLATIONS[name]
+    originals = [getattr(module, operator) for module, operator, _ in swaps]
+    for (module, operator, replacement), original in zip(swaps, originals, strict=True):
+        setattr(module, operator, replacement(original))
     try:
         yield
     finally:
-        setattr(module, operator, original)
+        for (module, operator, _), original in zip(swaps, originals, strict=True):
+            setattr(module, operator, original)

@@ -22,6 +22,7 @@ from plugins.formats.rows import PackedRows
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "tinyflash" / "config.json"
 SWAPPED = (
+    (select, "candidate_topk"),
     (encoder, "inject"),
     (select, "index_scores"),
     (attention, "mega_attention"),
@@ -181,6 +182,18 @@ def test_random_selection_stays_within_what_a_row_sees(monkeypatch: pytest.Monke
         drawn = vars(select)["index_scores"]()
     assert drawn.isneginf().tolist() == [[False, True, False]]
     assert (drawn != scores)[0, [0, 2]].all()
+
+
+def test_random_selection_stays_within_the_candidates() -> None:
+    """Blocks of two: 0, 1, 6 and 7 are candidates, 7 is not seen. Every one is drawn at times."""
+    slots = torch.zeros(1, 8, dtype=torch.int64)
+    rows = torch.zeros(64, dtype=torch.int64)
+    mask = torch.tensor([[True, False, False, True]]).expand(64, -1)
+    with ablated("indexer"):
+        drawn = vars(select)["candidate_topk"](
+            None, None, None, slots, rows, rows + 7, mask, k=2, block_size=2, num_blocks=2
+        )
+    assert {tuple(row) for row in drawn.tolist()} == {(0, 1), (0, 6), (1, 6)}
 
 
 def test_the_text_of_an_answer_is_its_tokens(engine: Path) -> None:
