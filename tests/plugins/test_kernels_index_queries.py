@@ -45,7 +45,7 @@ def test_queries_are_rotated_and_rounded(
     turned = apply_rope(queries, positions, inv_freq)
     assert (ours.shape, ours.dtype) == (queries.shape, dtype)
     if record is None and DEVICE == "cuda" and dtype == torch.float32:
-        # A multiplication and an addition may be one instruction in one kernel and two in the other.
+        # A product and a sum may be one instruction in one kernel and two in the other.
         pairs = turned.double().unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
         assert ((ours - turned).abs() <= pairs * 2.0**-22).all()
     else:
