@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attention_oracle import oracle, rotate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,32 +16,6 @@ from plugins.mega_attention.cases import CASES, AttentionCase
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
-
-
-def rotate(x: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
-    """Adjacent pairs of the last dims as complex numbers."""
-    start = len(x) - 2 * len(inv_freq)
-    turned = (x[start::2] + 1j * x[start + 1 :: 2]) * np.exp(1j * position * inv_freq)
-    return np.concatenate([x[:start], np.stack([turned.real, turned.imag], 1).reshape(-1)])
-
-
-def oracle(operands: dict, t: int, h: int) -> np.ndarray:
-    """One head of one row in float64; zeros where the denominator is empty or infinite."""
-    inv_freq, position = operands["inv_freq"].numpy(), int(operands["positions"][t])
-    q = rotate(operands["q"][t, h].double().numpy(), position, inv_freq)
-    keys = []
-    for name in ("window", "main"):
-        if operands[name] is not None:
-            slots = [s for s in operands[f"{name}_slots"][t].tolist() if s >= 0]
-            keys += [operands[name].values[s].double().numpy() for s in slots]
-    sink = float(operands["sink"][h])
-    if not keys or sink == np.inf:
-        return np.zeros(len(q))
-    scores = np.array([q @ k for k in keys]) * operands["scale"]
-    peak = max(scores.max(), sink)
-    weights = np.exp(scores - peak)
-    output = sum(w * k for w, k in zip(weights, keys, strict=True))
-    return rotate(output / (weights.sum() + np.exp(sink - peak)), -position, inv_freq)
 
 
 def check(operands: dict, dtype: torch.dtype) -> None:
