@@ -14,6 +14,28 @@ from python_backend.scheduler.tracked import TrackedRequest
 from python_backend.settings import CoreLimits
 
 
+def check_sequences(limits: CoreLimits, num_sequences: int, token_limit: int) -> None:
+    """Raises RequestError for a request of more sequences, of `token_limit` tokens each, than an
+    idle server takes: it would be told for ever that the queue is full. One of the sequences may
+    run before the others come."""
+    num_waiting = num_sequences - limits.max_batch_size
+    if num_waiting > limits.max_queued_requests:
+        raise RequestError(
+            "too_many_sequences",
+            f"expected at most {limits.max_batch_size + limits.max_queued_requests} sequences of "
+            f"one request, what runs at once and what waits here, got {num_sequences}; ask for "
+            "fewer",
+        )
+    num_tokens = (num_sequences - 1) * token_limit
+    if num_waiting > 1 and num_tokens > limits.max_queued_tokens:
+        raise RequestError(
+            "too_many_sequences",
+            f"expected sequences of one request that queue with at most {limits.max_queued_tokens} "
+            f"tokens, got {num_sequences} of {token_limit}, prompt and max_tokens together; ask "
+            "for fewer or shorter ones",
+        )
+
+
 class Arrivals:
     """Counts requests that the scheduler does not have yet, and keeps the queue's limits."""
 
@@ -26,7 +48,7 @@ class Arrivals:
 
     def enter(self, tracked: TrackedRequest) -> None:
         """Raises RequestError when the queue is full. Whom the next step can admit is not in it,
-        and an empty queue takes any request."""
+        and an empty queue takes any sequence."""
         limits, scheduler = self._limits, self._scheduler
         queued = scheduler.num_waiting + self._num_requests - self._num_admitted_next
         num_tokens = scheduler.num_waiting_tokens + self._num_tokens

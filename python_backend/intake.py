@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 
 from python_backend import wire
+from python_backend.arrivals import check_sequences
 from python_backend.generation.answer import AnswerText
 from python_backend.logs import fields
 from python_backend.replay import longest_hit
@@ -92,6 +93,7 @@ class Intake:
         own = self._model.end_ids if asked.end_ids is None else asked.end_ids
         most = 1 if prompt_only else asked.max_tokens  # the core's steps end with a token
         max_tokens = self._max_tokens(most, len(input_ids))
+        check_sequences(self._model.limits, len(sequences), len(input_ids) + max_tokens)
         sampling, end_ids = options.end_of_guide(
             sampling, options.end_ids(own), self._model.end_ids, max_tokens
         )

@@ -50,6 +50,7 @@ _WIRE_CODES = {
     "grammar_exhausted": INVALID_ARGUMENT,
     "grammar_queue_full": UNAVAILABLE,
     "exceeds_cache": OVER_CAPACITY,
+    "too_many_sequences": OVER_CAPACITY,
     "queue_full": UNAVAILABLE,
     "shutting_down": UNAVAILABLE,
     CANCELLED: CANCELLED,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
+from python_backend import wire
+from python_backend.arrivals import check_sequences
 from python_backend.core import EngineCore
 from python_backend.executor.simulated import SimulatedExecutor
 from python_backend.request import FinishReason, RequestError
@@ -69,6 +73,29 @@ def test_tokens_in_the_queue_are_bounded_too_but_an_empty_queue_takes_any_reques
         stream.assert_served()
     again = Stream("again", tokens(3, 30), 10)
     serve(core, again)
+
+
+@pytest.mark.parametrize("queue", [{"max_queued_requests": 3}, {"max_queued_tokens": 170}])
+@pytest.mark.parametrize("num_sequences", range(1, 9))
+def test_sequences_that_an_idle_core_never_takes_are_refused_before(
+    queue: dict[str, int], num_sequences: int
+) -> None:
+    """Two places. The first of the sequences runs when the others come. Three may wait, or 170
+    tokens where each has 40: four come with 160."""
+    bounds = limits(max_batch_size=2, **queue)
+    core = new_core(bounds)
+    first, *others = (Stream(str(i), tokens(7, 30), 10) for i in range(num_sequences))
+    core.add_request(first.request)
+    core.step()
+    refuses = num_sequences > 5
+    with pytest.raises(RequestError) if refuses else contextlib.nullcontext() as full:
+        for stream in others:
+            core.add_request(stream.request)
+    with pytest.raises(RequestError) if refuses else contextlib.nullcontext() as never:
+        check_sequences(bounds, num_sequences, 40)
+    if full is not None and never is not None:
+        assert full.value.code == "queue_full"
+        assert wire.to_wire(never.value).code == wire.OVER_CAPACITY
 
 
 def test_preempted_requests_do_not_corrupt_the_count_of_the_queue() -> None:

@@ -84,7 +84,7 @@ def test_paths_with_spaces_a_yaml_file_and_a_model_process_that_dies(
     config, log = root / "my settings.yaml", root / "the log.jsonl"
     config.write_text(
         f'dtype: float64\nmax_batch_size: 3\nmax-num-tokens: 32\nlog_file: "{log}"\n'
-        "num_global_pages: 5\n"
+        "num_global_pages: 5\nmax_queued_requests: 3\n"
     )
     server = Deployment(
         engine,
@@ -100,6 +100,9 @@ def test_paths_with_spaces_a_yaml_file_and_a_model_process_that_dies(
         # Larger than the whole pool: refused at once, and the next request is served.
         with pytest.raises(RefusedError, match=r"\[over_capacity\] expected a request of at most"):
             server.generate(input_ids=PROMPT, max_tokens=60)
+        # Two places and a queue of three.
+        (refusal,) = server.sse(input_ids=PROMPT, max_tokens=2, num_return_sequences=6)
+        assert "[over_capacity] expected at most 5 sequences of one request" in refusal["error"]
         assert '"event": "request_finished"' in log.read_text()
         server.child(STUB).kill()
         assert server.wait() == 1
