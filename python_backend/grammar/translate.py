@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, grammar_from, regex_to_lark
 
+from python_backend.grammar.endless import endless, escaped
 from python_backend.grammar.gbnf import GbnfError, Lark, to_lark
 from python_backend.grammar.guide import GUIDE_NAME, Guide, GuideError, GuideKind
 
@@ -57,6 +58,12 @@ def _json_schema(text: str, check: Check) -> _Part:
     if not isinstance(schema, dict):
         raise GuideError(
             f"expected {GUIDE_NAME} as a JSON schema, an object, got {_shown(text)}; correct it"
+        )
+    place = endless(schema)
+    if place is not None:
+        raise GuideError(
+            f"expected {GUIDE_NAME} as a JSON schema, got at #{place}: one that always needs "
+            "itself, so that no text is ever complete; correct it"
         )
 
     def explain(problem: str) -> str:
@@ -148,19 +155,15 @@ def _children(schema: Any) -> list[tuple[str, Any]]:
     if not isinstance(schema, dict):
         return found
     for keyword, value in schema.items():
-        inside = f"/{_escaped(keyword)}"
+        inside = f"/{escaped(keyword)}"
         if keyword in ("properties", "patternProperties", "$defs", "definitions"):
             if isinstance(value, dict):
-                found += [(f"{inside}/{_escaped(name)}", child) for name, child in value.items()]
+                found += [(f"{inside}/{escaped(name)}", child) for name, child in value.items()]
         elif isinstance(value, list):
             found += [(f"{inside}/{i}", child) for i, child in enumerate(value)]
         elif keyword not in ("const", "default"):
             found.append((inside, value))
     return [(name, child) for name, child in found if isinstance(child, dict)]
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _regex_sentence(text: str, problem: str) -> str:
