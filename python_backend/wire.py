@@ -155,11 +155,18 @@ def read_request(
         options, shown = read_options(_texts(values), values, defaults.sampling), read_shown(values)
     except OptionError as error:
         raise _invalid(str(error)) from None
+    max_tokens = scalar("max_tokens", defaults.max_tokens or DEFAULT_MAX_TOKENS)
+    min_tokens = options.sampling.min_tokens
+    if shown.prompt and max_tokens == 0 and min_tokens > 0:  # for the core it asks for one token
+        raise _invalid(
+            f"expected min_tokens of at most max_tokens, got {min_tokens} and 0; raise max_tokens "
+            "or leave min_tokens out"
+        )
     return WireRequest(
         text=text,
         input_ids=values.get("input_ids"),
         chat=_chat(values),
-        max_tokens=scalar("max_tokens", defaults.max_tokens or DEFAULT_MAX_TOKENS),
+        max_tokens=max_tokens,
         stream=bool(scalar("stream", False)),
         speculative=bool(scalar("speculative", True)),
         options=options,

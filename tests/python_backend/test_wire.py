@@ -247,6 +247,7 @@ def test_requests_without_a_seed_differ() -> None:
         ({"num_return_sequences": 0}, "num_return_sequences from 1 to 128, got 0"),
         ({"num_return_sequences": 129}, "num_return_sequences from 1 to 128, got 129"),
         ({"echo": True, "exclude_input_in_output": True}, "to be true, got both; drop one"),
+        ({"echo": True, "max_tokens": 0, "min_tokens": 1}, "at most max_tokens, got 1 and 0"),
         ({"stop_words": [b"a"] * 17}, "at most 16 stop_words, got 17"),
         ({"stop_words": [b"a" * 1025]}, "stop_words of at most 1024 bytes, got 1025"),
         ({"stop_words": [b"\xff"]}, "stop_words as UTF-8"),
