@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import signal
 import socket
 import ssl
@@ -14,6 +15,7 @@ from client.commands.common import OK, add_command, add_grpc_address, positive, 
 from client.openai.settings import KEYS_VARIABLE, MIB, ApiKeys, ProxySettings
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 
 
 def add(commands: Any) -> None:
@@ -32,7 +34,9 @@ def add(commands: Any) -> None:
     option("--max-body-mib", type=positive, default=16, help="of a request's body")
     option("--requests-per-minute", type=positive, help="of each caller; no limit if left out")
     option("--max-in-flight", type=positive, default=1024, help="generations at once")
-    option("--cors-origin", action="append", help="https://host of pages that may call")
+    option(
+        "--cors-origin", type=_origin, action="append", help="https://host of pages that may call"
+    )
     option("--drain-seconds", type=positive, default=10, help="for running answers at a stop")
     option(
         "--slow-reader-seconds", type=positive, default=60, help="then, taking nothing, it is cut"
@@ -92,6 +96,16 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: None)
     server.run(sockets=[listening])
     return OK
+
+
+def _origin(text: str) -> str:
+    """As browsers send it, or every one: another would never match."""
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            "expected an origin as browsers send it, such as https://host or "
+            f"http://localhost:3000, in small letters and without a path, or *; got {text!r}"
+        )
+    return text
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:

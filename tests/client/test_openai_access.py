@@ -19,6 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from client.cli import main
+from client.commands.openai_proxy import _origin
 from client.openai.errors import ApiError
 from client.protocol import DeploymentError
 from tests.client.openai_proxy import (
@@ -392,6 +393,28 @@ def test_a_time_limit_that_no_answer_can_keep_is_refused(
         main(["openai-proxy", "--port=0", f"--request-timeout={seconds}"])
     assert caught.value.code == 2
     assert "--request-timeout: expected a finite number above 0, got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "origin", ["foo", "localhost:3000", "https://a.example/", "https://A.example", "https://", ""]
+)
+def test_a_cors_origin_that_no_browser_sends_is_refused(
+    origin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["openai-proxy", "--port=0", f"--cors-origin={origin}"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "--cors-origin: expected an origin as browsers send it" in said
+    assert f"got {origin!r}" in said
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://a.example", "http://localhost:3000", "http://[::1]:80", "app://my-page", "*"],
+)
+def test_cors_origins_that_are_sent(origin: str) -> None:
+    assert _origin(origin) == origin
 
 
 def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path) -> None:
