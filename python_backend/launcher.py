@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from python_backend.host import missing
 
@@ -51,9 +52,7 @@ def _serve(options: ServeOptions) -> int:
         _say(f"removed {removed}, left behind by a server that died")
     files = ServerFiles.find()
     options.addresses.check_free()
-    _check_engine(options)
     core_failed = threading.Event()
-
     shown = started
 
     def on_event(event: dict[str, Any]) -> None:
@@ -66,10 +65,8 @@ def _serve(options: ServeOptions) -> int:
         elif event["event"] == "core_failed":
             core_failed.set()
 
-    with contextlib.ExitStack() as stack:
-        log = sys.stderr
-        if options.log_file is not None:
-            log = stack.enter_context(options.log_file.open("a", encoding="utf-8"))
+    with _open_log(options.log_file) as log:
+        _check_engine(options)
         server = ServerProcess.start(
             files,
             options.addresses,
@@ -95,13 +92,28 @@ def _serve(options: ServeOptions) -> int:
     return 0
 
 
+def _open_log(path: Path | None) -> contextlib.AbstractContextManager[TextIO]:
+    if path is None:
+        return contextlib.nullcontext(sys.stderr)
+    try:
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise HostError(
+            f"expected log_file to be a file that can be written, got {path}: {error.strerror}; "
+            "correct the path"
+        ) from None
+
+
 def _check_engine(options: ServeOptions) -> None:
     """Everything that can be known before the server starts, so that it is said at once."""
     # The numerical library loads here and takes seconds, so what is cheap was checked before.
-    from python_backend.service import check
+    from python_backend.service import check, open_events
 
     _say(f"checking {options.engine}")
     checked = check(options.engine, options.settings)
+    events = open_events(checked.settings.kv_events)
+    if events is not None:  # the model opens them again
+        events.close()
     config, limits = checked.engine.config, checked.limits()
     _say(
         f"engine with {config.num_hidden_layers} layers; up to {limits.max_batch_size} requests at "

@@ -191,7 +191,7 @@ class ServedModel:
         each a ValueError with one sentence."""
         checked = check(engine_dir, options)  # before minutes of loading
         kernels = stored_kernels(checked)
-        events = _kv_events(checked.settings.kv_events)
+        events = open_events(checked.settings.kv_events)
         make_executor = _load(checked, on_progress)
         limits = checked.limits()
         pools = checked.pools(limits)
@@ -314,7 +314,8 @@ def _load(
     return executor
 
 
-def _kv_events(endpoint: str | None) -> KvEventPublisher | None:
+def open_events(endpoint: str | None) -> KvEventPublisher | None:
+    """Raises SettingsError for an endpoint that cannot be bound, or without its package."""
     if endpoint is None:
         return None
     try:

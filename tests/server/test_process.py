@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -237,10 +238,20 @@ def test_a_port_in_use_is_named(engine: Path) -> None:
     assert f"expected grpc port {port} on 127.0.0.1 to be free, but: Address already in use" in said
 
 
-def test_settings_that_cannot_work_are_refused_before_the_start(engine: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--max-num-tokens=15", "expected max_num_tokens of at least 16, two windows of 8"),
+        ("--kv-events=foo", "a ZeroMQ endpoint that can be bound, .*, got 'foo': Invalid argument"),
+        ("--log-file=/nowhere/x", "expected log_file to be .*, got /nowhere/x: No such file"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_the_start(
+    engine: Path, option: str, sentence: str
+) -> None:
     http, grpc, metrics = map(str, free_ports(3))
     ports = ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
-    status, said = launch("--engine", str(engine), *ports, "--max-num-tokens", "15")
+    status, said = launch("--engine", str(engine), *ports, option)
     assert status == 1
-    assert "expected max_num_tokens of at least 16, two windows of 8" in said
+    assert re.search(f"dsv41-serve: .*{sentence}", said)
     assert "Traceback" not in said
