@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from triton import knobs, runtime
 from triton.backends.compiler import GPUTarget
 
+from plugins.device.keys import make_keys_stable
 from plugins.device.launch import limits
 
 
@@ -122,6 +123,7 @@ def recording(target: str) -> Iterator[set[Variant]]:
 def compile_variant(variant: Variant, target: str) -> Any:
     """The compiled kernel, through the Triton language's cache: `hash` is its key there,
     `metadata_group` its files. Errors are the compiler's own."""
+    make_keys_stable()
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
     with _as_if_on(target):
         return kernel.preload(variant.specialization)

@@ -20,6 +20,8 @@ import torch
 from triton import knobs
 from triton.runtime.cache import CacheManager, FileCacheManager
 
+from plugins.device.keys import make_keys_stable
+
 LAUNCHERS = "launchers"
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class KernelStore:
 
     def serve(self) -> None:
         """From now on, in this process: before the cache that it had."""
+        make_keys_stable()
         below = knobs.cache.manager_class or FileCacheManager
         knobs.cache.manager_class = functools.partial(_Cache, self, below)
         knobs.runtime.jit_cache_hook = self._remember
