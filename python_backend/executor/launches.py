@@ -45,12 +45,15 @@ from python_backend.settings import CoreLimits, ServeSettings
 Output = TypeVar("Output")
 
 DEVICE = "meta"
+_WIDE = ("F64", "F32", "F16")
 _ALL = 16  # numbers up to this one are all tried
 _ROUNDS = 2  # of numbers in other company
 
 
 class ShapesOnly:
-    """A source whose tensors are shapes without values; what has no dims is read."""
+    """A source whose tensors are shapes without values. What has no dims is read, and what is wider
+    than bfloat16, which the released model has little of: by its values a GPU keeps it so or not
+    (engine/network/device.py)."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
@@ -66,7 +69,7 @@ class ShapesOnly:
 
     def read(self, name: str) -> torch.Tensor:
         info = self._source.describe(name)
-        if not info.shape:
+        if not info.shape or info.dtype in _WIDE:
             return self._source.read(name)
         return torch.empty(info.shape, dtype=STORED_AS[info.dtype], device=DEVICE)
 

@@ -11,13 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from python_backend.executor.launches import numbers, turns
+from engine.config_reader import read_config_file
+from engine.tensor_source import SafetensorsSource
+from python_backend.executor.launches import network_of_shapes, numbers, turns
 
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
+TINYFLASH = HERE.parents[1] / "examples" / "tinyflash" / "checkpoint"
 
 
 def test_everything_that_random_requests_launch_is_foreseen() -> None:
@@ -34,6 +39,25 @@ def test_everything_that_random_requests_launch_is_foreseen() -> None:
     # Every kernel of a step is among them, and nearly all of what is foreseen is served.
     assert found["served"] > 100
     assert found["foreseen"] < 2 * found["served"]
+
+
+def test_wide_weights_have_the_dtype_that_their_values_need(tiny_dir: Path) -> None:
+    """A GPU computes with gates in bfloat16 where that keeps them: TINY's random ones it does not,
+    TinyFlash's were bfloat16 when they were stored."""
+    stored = SafetensorsSource(tiny_dir).read("layers.0.ffn.gate.weight")
+    assert not torch.equal(stored.bfloat16().float(), stored)
+    assert gate_dtype(tiny_dir) == torch.float32
+    assert SafetensorsSource(TINYFLASH).describe("layers.0.ffn.gate.weight").dtype == "BF16"
+    assert gate_dtype(TINYFLASH) == torch.bfloat16
+
+
+def gate_dtype(checkpoint: Path) -> torch.dtype:
+    config, _ = read_config_file(checkpoint / "config.json")
+    classes = np.zeros(config.vocab_size, dtype=np.int32)
+    network = network_of_shapes(config, SafetensorsSource(checkpoint), classes, torch.bfloat16)
+    gate = network.weights.layers[0].moe.gate
+    assert gate.is_meta
+    return gate.dtype
 
 
 def test_numbers_are_of_every_kind_and_magnitude() -> None:
