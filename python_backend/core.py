@@ -182,7 +182,6 @@ class EngineCore:
         result = self._run_step(plan)
         if result is not None:
             executed = self._clock()
-            self._scheduler.budget.ran(plan.arrays.num_rows, executed - scheduled)
             outcome = self._scheduler.commit(result)
             committed = self._clock()
             self._deliver(outcome, result)

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
-# Of a step on a CPU, unless the operator says how many rows it may have: pages of a client that
-# left, and everybody who waits for the step's end, then wait for less than a second.
+# That prompts add to a step on a CPU, unless the operator says how many rows it may have: pages of
+# a client that left, and everybody who waits for the step's end, then wait little longer.
 STEP_SECONDS = 0.5
 _PROGRESS_STEPS = 20
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

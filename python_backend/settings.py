@@ -62,7 +62,7 @@ class CoreLimits:
     draft: DraftRule | None = None  # None: nobody drafts
     max_queued_requests: int = DEFAULT_QUEUED_REQUESTS
     max_queued_tokens: int = DEFAULT_QUEUED_TOKENS
-    step_seconds: float | None = None  # rows of a step follow this time, up to max_num_tokens
+    step_seconds: float | None = None  # that prompts add to a step; None: up to max_num_tokens
 
     @property
     def max_judged_rows(self) -> int:

@@ -17,7 +17,7 @@ Not thread-safe and knows no executor: `schedule` gives a plan, `commit` or `fai
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ from python_backend.scheduler.step_budget import StepBudget
 from python_backend.scheduler.tracked import NO_SLOT, TrackedRequest
 from python_backend.scheduler.waiting import WaitingQueue
 from python_backend.settings import CoreLimits
-from python_backend.step_plan import Beginning, PromptPiece, StepPlan, StepResult
+from python_backend.step_plan import Beginning, StepPlan, StepResult
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -65,9 +65,9 @@ class _Rows(NamedTuple):
 
 class _StepInFlight(NamedTuple):
     slots: Int64Array
-    wants_logits: BoolArray
-    num_drafts: Int64Array
-    pieces: Sequence[PromptPiece]
+    plan: StepPlan
+    num_decodes: int
+    begun: float  # of the clock
 
 
 class Scheduler:
@@ -87,7 +87,7 @@ class Scheduler:
             latencies=Latencies(limits.max_seq_len),
         )
         self.residency = Residency(limits, listener)
-        self.budget = StepBudget(limits)
+        self._budget = StepBudget(limits)
         num_slots = limits.max_batch_size
         self._slots = SlotTable(num_slots, limits.history_width, limits.most_drafts)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -155,7 +155,7 @@ class Scheduler:
         assert self._in_flight is None
         preempted = self._make_room()
         rows = self._running_rows()
-        budget = self.budget.rows - int(rows.counts.sum())
+        budget = self._budget.rows(rows.num_decodes, len(self._waiting)) - int(rows.counts.sum())
         if not preempted and budget and self._waiting:
             rows = self._admit(rows, budget)
         if not len(rows.slots):
@@ -181,22 +181,23 @@ class Scheduler:
         ends = arrays.first_position + counts
         self.residency.window_pages.grow(slots, ends)
         self._slots.num_computed[slots] = ends
-        self._in_flight = _StepInFlight(slots, arrays.wants_logits, num_drafts, pieces)
+        self._in_flight = _StepInFlight(slots, plan, num_decodes, self.clock())
         return plan
 
     def commit(self, result: StepResult) -> StepOutcome:
         """Book the result of the running step: its rows are written, except those of rejected
         drafts, and its tokens are final."""
         assert self._in_flight is not None
-        slots, wants_logits, num_drafts, pieces = self._in_flight
+        slots, plan, num_decodes, begun = self._in_flight
         self._in_flight = None
+        now = self.clock()
+        self._budget.ran(num_decodes, plan.arrays.num_rows, now - begun)
+        wants_logits, num_drafts = plan.arrays.wants_logits, plan.num_drafts
         table, window_pages = self._slots, self.residency.window_pages
         sampled = slots[wants_logits]
         accepted = None if result.num_accepted is None else result.num_accepted[wants_logits]
         appended = table.append(sampled, accepted, result.tokens[wants_logits])
-        self.statistics.latencies.made_tokens(
-            self.clock(), sampled, table.last_token_at, table.requests
-        )
+        self.statistics.latencies.made_tokens(now, sampled, table.last_token_at, table.requests)
 
         drafted = bool(num_drafts.any())
         if drafted:  # the row of the newest token never ran, all before it did
@@ -213,7 +214,7 @@ class Scheduler:
         if self.limits.draft is not None:
             table.propose(sampled, wants_logits, result.drafts, self.limits.draft)
 
-        judged = self._judging.book(slots, pieces, result.prompt_logprobs)
+        judged = self._judging.book(slots, plan.prompt_pieces, result.prompt_logprobs)
         requests: list[TrackedRequest] = table.requests[sampled].tolist()
         finished = self._finished(sampled, appended.last)
         for i in finished:
@@ -269,12 +270,13 @@ class Scheduler:
         remaining = self._slots.num_tokens[slots] - self._slots.num_computed[slots]
         decoding = remaining == 1
         decodes, prefills = slots[decoding], slots[~decoding]
-        budget = self.budget.rows - len(decodes)
+        most = self._budget.rows(len(decodes), len(self._waiting))
+        budget = most - len(decodes)
         counts = remaining[decoding]
         if self.limits.draft is not None:
             waited_for = len(prefills) > 0 or len(self._waiting) > 0
             counts = counts + self._granted_drafts(decodes, budget // 2 if waited_for else budget)
-            budget = self.budget.rows - int(counts.sum())
+            budget = most - int(counts.sum())
         wanted = remaining[~decoding]
         if self._judging:
             wanted = self._judging.limited(prefills, wanted)
