@@ -16,8 +16,9 @@ from python_backend.settings import CoreLimits
 
 def check_sequences(limits: CoreLimits, num_sequences: int, token_limit: int) -> None:
     """Raises RequestError for a request of more sequences, of `token_limit` tokens each, than an
-    idle server takes: it would be told for ever that the queue is full. One of the sequences may
-    run before the others come."""
+    idle server takes: it would be told for ever that the queue is full. Where it depends on whether
+    one of them runs before the others come, it is refused as well, for it would be told so often.
+    """
     num_waiting = num_sequences - limits.max_batch_size
     if num_waiting > limits.max_queued_requests:
         raise RequestError(
@@ -26,7 +27,7 @@ def check_sequences(limits: CoreLimits, num_sequences: int, token_limit: int) ->
             f"one request, what runs at once and what waits here, got {num_sequences}; ask for "
             "fewer",
         )
-    num_tokens = (num_sequences - 1) * token_limit
+    num_tokens = num_sequences * token_limit
     if num_waiting > 1 and num_tokens > limits.max_queued_tokens:
         raise RequestError(
             "too_many_sequences",
@@ -47,10 +48,10 @@ class Arrivals:
         self._num_tokens = 0  # theirs, prompts and outputs that may come
 
     def enter(self, tracked: TrackedRequest) -> None:
-        """Raises RequestError when the queue is full. Whom the next step can admit is not in it,
-        and an empty queue takes any sequence."""
+        """Raises RequestError when the queue is full. As many as there are free places are not in
+        it, whatever else they wait for, and an empty queue takes any sequence."""
         limits, scheduler = self._limits, self._scheduler
-        queued = scheduler.num_waiting + self._num_requests - self._num_admitted_next
+        queued = scheduler.num_waiting + self._num_requests - scheduler.num_free_slots
         num_tokens = scheduler.num_waiting_tokens + self._num_tokens
         if queued >= limits.max_queued_requests:
             raise RequestError(
@@ -69,12 +70,7 @@ class Arrivals:
         self._num_tokens += tracked.token_limit
 
     def leave(self, tracked: TrackedRequest) -> None:
-        """When the scheduler has it, so that it is counted twice for a moment rather than never."""
+        """When the scheduler has it, or nobody. In one hold of the door with `Scheduler.add`, lest
+        another who comes meanwhile finds it counted twice, or never."""
         self._num_requests -= 1
         self._num_tokens -= tracked.token_limit
-
-    @property
-    def _num_admitted_next(self) -> int:
-        """How many arrivals a slot waits for; none while others wait for more than a slot. Where
-        pages or rows do not suffice for all of them, as many wait beyond the limit."""
-        return 0 if self._scheduler.num_waiting else self._scheduler.num_free_slots

@@ -221,8 +221,6 @@ class EngineCore:
     def _receive(self, message: Message) -> None:
         if isinstance(message, TrackedRequest):
             self._enqueue(message)
-            if message not in self._compiling:
-                self._arrived(message)
         elif isinstance(message, _Reset):
             self._scheduler.reset_prefix_cache()
             message.done()
@@ -236,18 +234,22 @@ class EngineCore:
     def _remove(self, tracked: TrackedRequest, reason: FinishReason) -> None:
         if tracked in self._compiling:
             self._compiling.remove(tracked)
-            self._arrived(tracked)
+            self._arrived(tracked, waits=False)
         else:
             self._scheduler.remove(tracked)
         self._finish(tracked, Delta(NO_TOKENS, tracked.cached_tokens, reason))
 
-    def _arrived(self, tracked: TrackedRequest) -> None:
+    def _arrived(self, tracked: TrackedRequest, waits: bool) -> None:
+        """It waits with the scheduler now, or has ended before."""
         with self._arrivals.door:
             self._arrivals.leave(tracked)
+            if waits:
+                self._scheduler.add(tracked)
 
     def _enqueue(self, tracked: TrackedRequest) -> None:
         request_id = tracked.request.request_id
         if request_id in self._live:
+            self._arrived(tracked, waits=False)
             error = RequestError(
                 "duplicate_request_id",
                 f"expected a new request id, got {request_id!r}, which is being served",
@@ -256,7 +258,7 @@ class EngineCore:
             return
         self._live[request_id] = tracked
         if tracked.request.grammar is None:
-            self._scheduler.add(tracked)
+            self._arrived(tracked, waits=True)
             return
         self._compiling.add(tracked)
         tracked.request.grammar.add_done_callback(
@@ -270,13 +272,11 @@ class EngineCore:
         self._compiling.remove(tracked)
         assert tracked.request.grammar is not None
         problem = tracked.request.grammar.exception()
-        if problem is None:
-            self._scheduler.add(tracked)
-        else:
+        self._arrived(tracked, waits=problem is None)
+        if problem is not None:
             error = problem if isinstance(problem, RequestError) else None
             error = error or RequestError("internal", f"expected a grammar, but {problem}")
             self._finish(tracked, Delta(NO_TOKENS, 0, FinishReason.ERROR, error))
-        self._arrived(tracked)
 
     def _run_step(self, plan: StepPlan) -> StepResult | None:
         """The executor's result; None when it failed, and then only its requests have ended. One

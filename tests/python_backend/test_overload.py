@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 
@@ -11,6 +12,8 @@ from python_backend.arrivals import check_sequences
 from python_backend.core import EngineCore
 from python_backend.executor.simulated import SimulatedExecutor
 from python_backend.request import FinishReason, RequestError
+from python_backend.scheduler.scheduler import Scheduler
+from python_backend.scheduler.tracked import TrackedRequest
 from python_backend.settings import CoreLimits
 from python_backend.step_plan import StepPlan, StepResult
 from tests.python_backend.serving import Stream, finish, limits, new_core, serve, tokens
@@ -75,27 +78,78 @@ def test_tokens_in_the_queue_are_bounded_too_but_an_empty_queue_takes_any_reques
     serve(core, again)
 
 
-@pytest.mark.parametrize("queue", [{"max_queued_requests": 3}, {"max_queued_tokens": 170}])
+@pytest.mark.parametrize("queue", [{"max_queued_requests": 3}, {"max_queued_tokens": 200}])
 @pytest.mark.parametrize("num_sequences", range(1, 9))
-def test_sequences_that_an_idle_core_never_takes_are_refused_before(
+def test_sequences_that_an_idle_core_refuses_are_refused_before(
     queue: dict[str, int], num_sequences: int
 ) -> None:
-    """Two places. The first of the sequences runs when the others come. Three may wait, or 170
-    tokens where each has 40: four come with 160."""
+    """Two places. Three may wait, or 200 tokens where each has 40: who comes before the others run
+    is counted among them, so that five may come at once."""
     bounds = limits(max_batch_size=2, **queue)
     core = new_core(bounds)
-    first, *others = (Stream(str(i), tokens(7, 30), 10) for i in range(num_sequences))
-    core.add_request(first.request)
-    core.step()
     refuses = num_sequences > 5
     with pytest.raises(RequestError) if refuses else contextlib.nullcontext() as full:
-        for stream in others:
-            core.add_request(stream.request)
+        for i in range(num_sequences):
+            core.add_request(Stream(str(i), tokens(7, 30), 10).request)
     with pytest.raises(RequestError) if refuses else contextlib.nullcontext() as never:
         check_sequences(bounds, num_sequences, 40)
     if full is not None and never is not None:
         assert full.value.code == "queue_full"
         assert wire.to_wire(never.value).code == wire.OVER_CAPACITY
+
+
+@pytest.mark.parametrize("num_taken_in", range(1, 5))
+def test_as_many_as_places_and_queue_hold_may_come_at_any_moment(num_taken_in: int) -> None:
+    """Two places and a queue of three. The others come when the core has taken some of the five in
+    and schedules none yet: that it looks at its clock before tells when that is."""
+    streams = [Stream(str(i), tokens(i, 30), 10) for i in range(5)]
+    late = streams[num_taken_in:]
+
+    def clock() -> float:
+        while late and core.statistics().num_waiting == num_taken_in:
+            core.add_request(late.pop(0).request)
+        return 0.0
+
+    bounds = limits(max_batch_size=2, max_queued_requests=3)
+    core = EngineCore(SimulatedExecutor(bounds), bounds, clock)
+    for stream in streams[:num_taken_in]:
+        core.add_request(stream.request)
+    core.step()
+    assert not late
+    refused(core, Stream("sixth", tokens(9, 5), 2))
+    finish(core)
+    for stream in streams:
+        stream.assert_served()
+
+
+def test_nobody_counts_twice_while_the_core_takes_him_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place and a queue of one. The second comes in the middle of the first's taking in."""
+    core = new_core(limits(max_batch_size=1, max_queued_requests=1))
+    first, second = (Stream(name, tokens(20, 5), 3) for name in "ab")
+    problems: list[RequestError] = []
+
+    def come() -> None:
+        try:
+            core.add_request(second.request)
+        except RequestError as problem:
+            problems.append(problem)
+
+    comes = threading.Thread(target=come)
+
+    def add(scheduler: Scheduler, tracked: TrackedRequest) -> None:
+        taken_in(scheduler, tracked)
+        if tracked.request is first.request:
+            comes.start()
+            comes.join(0.1)  # for as long as it is let in now, or waits at the door
+
+    taken_in = Scheduler.add
+    monkeypatch.setattr(Scheduler, "add", add)
+    core.add_request(first.request)
+    core.step()
+    comes.join()
+    assert not problems
+    finish(core)
+    second.assert_served()
 
 
 def test_preempted_requests_do_not_corrupt_the_count_of_the_queue() -> None:
