@@ -326,6 +326,8 @@ class EngineCore:
         ends = [1] * len(tokens) if outcome.counts is None else outcome.counts.tolist()
         for i, tracked in enumerate(outcome.requests):
             delta = Delta(tokens[i, : ends[i]], tracked.cached_tokens, finished.get(i))
+            if outcome.num_drafts is not None:
+                delta = delta._replace(num_drafts=int(outcome.num_drafts[i]))
             if i in logprobs:
                 delta = delta._replace(logprobs=logprobs[i].first(ends[i]))
             if i in failures:

@@ -84,15 +84,17 @@ class LogProbs(NamedTuple):
 class Delta(NamedTuple):
     """New tokens of one request. The first delta carries `cached_tokens`; the last a reason.
 
-    A token of `end_ids` is delivered like any other, in the delta that ends with STOP. `logprobs`
-    come with their tokens where they were asked for; `prompt_logprobs` in one or more pieces, of
-    the prompt from its second token on, before the first token.
+    A token of `end_ids` is delivered like any other, in the delta that ends with STOP. The first
+    `num_drafts` tokens were drafts. `logprobs` come with their tokens where they were asked for;
+    `prompt_logprobs` in one or more pieces, of the prompt from its second token on, before the
+    first token.
     """
 
     output_ids: Int32Array
     cached_tokens: int
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
+    num_drafts: int = 0
     logprobs: LogProbs | None = None
     prompt_logprobs: LogProbs | None = None
 

@@ -38,7 +38,7 @@ class AnswerSequence:
     first_token_at: float | None = None
     cached_tokens: int = 0
     num_output_tokens: int = 0
-    num_accepted_drafts: int = 0  # a delta is a step's; its tokens but the last were drafts
+    num_accepted_drafts: int = 0
     ended: bool = False
     _num_made: int = 0
     _stop: str | None = None
@@ -63,7 +63,7 @@ class AnswerSequence:
                 self._stop = said.stop
                 delta = _cut(delta, said.num_ids)
         self.num_output_tokens += len(delta.output_ids)
-        self.num_accepted_drafts += max(0, len(delta.output_ids) - 1)
+        self.num_accepted_drafts += min(delta.num_drafts, len(delta.output_ids))
         if delta.logprobs is not None:
             self._cumulative += float(delta.logprobs.chosen.sum(dtype=np.float64))
         self._deltas.append(delta)

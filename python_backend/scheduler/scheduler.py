@@ -45,12 +45,14 @@ BoolArray = npt.NDArray[np.bool_]
 
 class StepOutcome(NamedTuple):
     """What a step produced: tokens[i, : counts[i]] for requests[i], counts None for one token
-    each, and whose last they were. A finished request has left the scheduler. `judged` has log
-    probabilities of the next tokens of prompts."""
+    each, the first num_drafts[i] of which were drafts, None for no drafts; and whose last they
+    were. A finished request has left the scheduler. `judged` has log probabilities of the next
+    tokens of prompts."""
 
     requests: list[TrackedRequest]
     tokens: Int32Array
     counts: Int64Array | None
+    num_drafts: Int64Array | None
     finished: dict[int, FinishReason]  # index into `requests`
     judged: list[tuple[TrackedRequest, LogProbs]]
 
@@ -219,9 +221,9 @@ class Scheduler:
         finished = self._finished(sampled, appended.last)
         for i in finished:
             self._vacate(int(sampled[i]))
-        tokens, counts, _ = appended
+        tokens, counts, num_kept, _ = appended
         self.statistics.num_output_tokens += int(len(tokens) if counts is None else counts.sum())
-        return StepOutcome(requests, tokens, counts, finished, judged)
+        return StepOutcome(requests, tokens, counts, num_kept, finished, judged)
 
     def fail(self) -> list[TrackedRequest]:
         """End the running step without a result: its requests leave, nothing is published."""

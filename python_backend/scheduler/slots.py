@@ -32,10 +32,12 @@ NEVER = 1 << 62
 
 class Appended(NamedTuple):
     """What was appended to n slots: row i of `tokens` [n, most], the first counts[i] of it; None
-    is one for all. `last` [n] is the last token of each."""
+    is one for all. The first num_drafts[i] of these were drafts; None is none of all. `last` [n]
+    is the last token of each."""
 
     tokens: Int32Array
     counts: Int64Array | None
+    num_drafts: Int64Array | None
     last: Int32Array
 
 
@@ -124,7 +126,7 @@ class SlotTable:
         if num_accepted is None or not num_accepted.any():
             self._ring[slots, start & (RING_TOKENS - 1)] = tokens
             self._set_num_tokens(slots, start + 1)
-            return Appended(tokens[:, None], None, tokens)
+            return Appended(tokens[:, None], None, None, tokens)
         self._ring[slots, (start + num_accepted) & (RING_TOKENS - 1)] = tokens
         at = start[:, None] + np.arange(int(num_accepted.max()) + 1)
         appended = self._ring[slots[:, None], at & (RING_TOKENS - 1)]
@@ -135,7 +137,8 @@ class SlotTable:
             first_end = np.where(is_end.any(axis=1), is_end.argmax(axis=1), RING_TOKENS)
             counts = np.minimum(counts, first_end + 1)
         self._set_num_tokens(slots, start + counts)
-        return Appended(appended, counts, appended[np.arange(len(slots)), counts - 1])
+        last = appended[np.arange(len(slots)), counts - 1]
+        return Appended(appended, counts, np.minimum(num_accepted, counts), last)
 
     def propose(
         self, slots: Int64Array, rows: BoolArray, blocks: DraftBlocks | None, rule: DraftRule

@@ -191,7 +191,11 @@ def test_an_end_id_among_accepted_drafts_cuts_them() -> None:
         serve(core, stream)
         assert stream.output == answer[: at + 1]
         last, statistics = stream.deltas[-1], core.statistics()
-        cut += 1 + int(statistics.num_accepted.sum()) + statistics.num_verifications > at + 1
+        is_cut = 1 + int(statistics.num_accepted.sum()) + statistics.num_verifications > at + 1
+        cut += is_cut
+        # Every step ends with a choice of its own, but the one whose drafts were cut.
+        chosen = sum(len(delta.output_ids) > 0 for delta in stream.deltas) - is_cut
+        assert sum(delta.num_drafts for delta in stream.deltas) == at + 1 - chosen
         assert last.finish_reason is FinishReason.STOP
         # Rows of the prompt and of all outputs but the last were run: full pages of them are there.
         again = Stream("again", np.append(prompt, np.array(answer, dtype=np.int32)), 1)

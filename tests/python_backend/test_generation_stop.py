@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from python_backend.generation.answer import AnswerText
 from python_backend.generation.stop_strings import StopStrings
+from python_backend.request import Delta
+from python_backend.sequence import AnswerSequence
 from python_backend.text.detokenizer import Detokenizer
 
 
@@ -105,3 +107,12 @@ def test_a_stop_string_that_ends_inside_a_character_of_several_tokens() -> None:
     text = answer(["é"])
     assert feed(text, [0, 5]) == ("a", 2, None)
     assert feed(text, [6]) == ("", 1, "é")
+
+
+def test_drafts_behind_a_stop_string_are_not_counted() -> None:
+    """Of the drafts a, b, c the stop string keeps two; the choice behind them is gone as well."""
+    letters = Detokenizer([b"a", b"b", b"c", b"d"])
+    sequence = AnswerSequence("k", 1, False, AnswerText(letters, StopStrings(["b"]), 0))
+    _, outputs = sequence.take(Delta(np.array([0, 1, 2, 3], np.int32), 0, num_drafts=3))
+    assert outputs is not None
+    assert (outputs["num_output_tokens"].item(), outputs["num_accepted_drafts"].item()) == (2, 2)

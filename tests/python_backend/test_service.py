@@ -247,7 +247,8 @@ def test_what_waits_for_a_slow_line_is_joined(ends_with_an_error: bool) -> None:
     for step in range(150):
         last = FinishReason.LENGTH if step == 149 and not ends_with_an_error else None
         for index in (0, 1):
-            responder.deliver(stream, index, Delta(answers[index, step], 7, last))
+            delta = Delta(answers[index, step], 7, last, num_drafts=1)
+            responder.deliver(stream, index, delta)
     if ends_with_an_error:
         responder.forget(stream, RequestError("internal", "a step failed"))
     responder.start()
