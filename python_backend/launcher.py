@@ -66,11 +66,11 @@ def _serve(options: ServeOptions) -> int:
             core_failed.set()
 
     with _open_log(options.log_file) as log:
-        _check_engine(options)
+        limits = _check_engine(options)
         server = ServerProcess.start(
             files,
             options.addresses,
-            options.model_parameters(),
+            {**options.model_parameters(), **limits},
             drain_seconds=options.drain_seconds,
             slow_reader_seconds=options.slow_reader_seconds,
             log=log,
@@ -104,8 +104,9 @@ def _open_log(path: Path | None) -> contextlib.AbstractContextManager[TextIO]:
         ) from None
 
 
-def _check_engine(options: ServeOptions) -> None:
-    """Everything that can be known before the server starts, so that it is said at once."""
+def _check_engine(options: ServeOptions) -> dict[str, str]:
+    """Everything that can be known before the server starts, so that it is said at once. Returns
+    the settings that clients read from the model's configuration, also where nobody set them."""
     # The numerical library loads here and takes seconds, so what is cheap was checked before.
     from python_backend.service import check, open_events
 
@@ -122,6 +123,7 @@ def _check_engine(options: ServeOptions) -> None:
     )
     if checked.text is None:
         _say("the engine has no tokenizer.json: it takes and gives token ids only")
+    return {n: str(getattr(limits, n)) for n in ("max_batch_size", "max_queued_requests")}
 
 
 def _cut_slow_readers(server: ServerProcess, seconds: float) -> None:

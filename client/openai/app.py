@@ -209,6 +209,8 @@ class _Proxy:
     async def _answers(self, asked: Asked, counts: Counts) -> Answers:
         """Chunks with the index of their choice."""
         began = time.perf_counter()
+        if len(asked.requests) > 1:  # of one the deployment says it
+            await self._check_sequences(len(asked.requests) * asked.num_answers)
         streams = [self._deployment.chunks(r, stream=asked.stream) for r in asked.requests]
         with self._in_flight.one():
             try:
@@ -221,6 +223,19 @@ class _Proxy:
                         yield index * asked.num_answers + (chunk.sequence_index or 0), chunk
             finally:
                 self.metrics.count(counts)
+
+    async def _check_sequences(self, num_sequences: int) -> None:
+        """Raises ApiError 400 for more than an idle deployment takes, which would refuse some of
+        them for ever because of its full queue."""
+        most = await self._deployment.most_sequences()
+        if most is not None and num_sequences > most:
+            raise ApiError(
+                400,
+                f"expected at most {most} answers of one call, prompts × n, what runs and waits on "
+                f"the deployment at once, got {num_sequences}; send fewer prompts in a call",
+                param="prompt",
+                code="over_capacity",
+            )
 
 
 async def _whole(form: Format, answers: Answers, counts: Counts) -> bytes:

@@ -21,6 +21,7 @@ from client.protocol import (
 from client.stream import NO_REASON
 
 _PROBE_SECONDS = 3.0
+_LIMITS = ("max_batch_size", "max_queued_requests")
 
 
 class Deployment:
@@ -88,6 +89,20 @@ class Deployment:
         if not ready.ready:
             return "the server is not ready for requests"
         return None if model.ready else f"the model {self.model} is not ready"
+
+    async def most_sequences(self) -> int | None:
+        """That run and wait there at once; None where its configuration does not say. Raises
+        DeploymentError."""
+        try:
+            answer = await self._stub.ModelConfig(
+                service_pb2.ModelConfigRequest(name=self.model), timeout=_PROBE_SECONDS
+            )
+        except grpc.RpcError as error:
+            raise call_error(error, self.url) from None
+        given = answer.config.parameters
+        if any(name not in given for name in _LIMITS):
+            return None
+        return sum(int(given[name].string_value) for name in _LIMITS)
 
     async def close(self) -> None:
         await asyncio.gather(*self._ending)

@@ -24,6 +24,7 @@ QUESTION = (
     "Sara saved 84 dollars. Later Cyrus paid her 56 dollars. Then she spent 107 dollars on a coat. "
     "Find the number of dollars at the end."
 )
+PROMPT = "84 + 56 ="
 PROBLEM: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
@@ -32,7 +33,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     engine = tmp_path_factory.mktemp("tinyflash") / "engine"
     made = ["engine", f"--checkpoint_dir={CHECKPOINT}", f"--output_dir={engine}"]
     assert build([*made, "--max_seq_len=512", "--max_batch_size=8"]) == 0
-    deployment = Deployment(engine, "--speculative")
+    deployment = Deployment(engine, "--speculative", "--max-queued-requests", "3")
     try:
         deployment.wait_until_ready()
         with (
@@ -126,10 +127,9 @@ def test_several_answers_are_those_of_the_seeds_that_follow(api: openai.OpenAI) 
 def test_echo_tells_the_log_probabilities_that_the_answer_had(api: openai.OpenAI) -> None:
     """An answer's tokens, sent again as the end of a prompt, have the log probabilities that they
     had when they were chosen (another batch shape: the last bits of float32 differ)."""
-    prompt = "84 + 56 ="
-    first = api.completions.create(model=MODEL, prompt=prompt, max_tokens=6, logprobs=2)
+    first = api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, logprobs=2)
     said = first.choices[0]
-    text = prompt + said.text
+    text = PROMPT + said.text
     second = api.completions.create(model=MODEL, prompt=text, max_tokens=1, logprobs=2, echo=True)
     echoed = second.choices[0]
     assert echoed.text.startswith(text)
@@ -184,6 +184,19 @@ def test_what_does_not_fit_is_a_sentence(api: openai.OpenAI) -> None:
         ask(api, PROBLEM, temperature=-1)
     with pytest.raises(openai.BadRequestError, match="got an assistant message"):
         ask(api, [*PROBLEM, {"role": "assistant", "content": "x"}])
+
+
+def test_as_many_answers_of_one_call_as_run_and_wait_at_once(api: openai.OpenAI) -> None:
+    """Eight places, of the engine, and a queue of three."""
+    made = api.completions.create(model=MODEL, prompt=[PROMPT] * 11, max_tokens=2)
+    assert len({choice.text for choice in made.choices}) == 1
+    assert [choice.index for choice in made.choices] == list(range(11))
+    for prompts, n in ((12, 1), (6, 2)):
+        with pytest.raises(openai.BadRequestError, match=r"at most 11 answers .* got 12") as caught:
+            api.completions.create(model=MODEL, prompt=[PROMPT] * prompts, n=n, max_tokens=2)
+        assert (caught.value.code, caught.value.param) == ("over_capacity", "prompt")
+    with pytest.raises(openai.BadRequestError, match="at most 11 sequences of one request"):
+        api.completions.create(model=MODEL, prompt=PROMPT, n=12, max_tokens=2)
 
 
 def test_a_call_that_must_come(api: openai.OpenAI) -> None:
