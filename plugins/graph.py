@@ -343,9 +343,10 @@ tracers[:] = [_trace]
 
 
 def graph_operators() -> tuple[GraphOperator, ...]:
-    """All operators, by name."""
+    """All operators that are nodes of graphs, by name."""
     _import_operators()
-    return tuple(graph_operator(name) for name in sorted(OPERATORS))
+    nodes = (name for name, entry in OPERATORS.items() if not entry.schema.composite)
+    return tuple(graph_operator(name) for name in sorted(nodes))
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 `@operator(SCHEMA)` turns a reference function into the operator that the network calls: CPU
 tensors run the reference, CUDA tensors run `plugins/<op>/kernel.py` where it exists. While
-torch.export traces a network with plugins/graph.py loaded, the call becomes a node of the graph.
+torch.export traces a network with plugins/graph.py loaded, the call becomes a node of the graph,
+or the nodes that a composite's reference is made of.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Operator:
 
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether operators on x are kernels. Of a meta tensor, which is a shape without values, they
-    are launches that can be recorded (plugins/device/record.py) and not run."""
-    return x.is_cuda or x.is_meta
+    are launches that can be recorded (plugins/device/record.py) and not run. A graph that
+    torch.export traces has no launches."""
+    return (x.is_cuda or x.is_meta) and not torch.compiler.is_exporting()
 
 
 OPERATORS: dict[str, Operator] = {}
@@ -65,7 +67,7 @@ def operator(schema: OperatorSchema) -> Callable[[Callable[P, R]], Callable[P, R
 
         @functools.wraps(reference)
         def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_exporting() and tracers:
+            if tracers and not schema.composite and torch.compiler.is_exporting():
                 node: R = tracers[0](schema.name, *args, **kwargs)
                 return node
             operands = (*args, *kwargs.values())

@@ -33,7 +33,7 @@ def window_numbers(
     token: int | None = None,
 ) -> WindowNumbers:
     """Of rows at int64 positions [T], none of which reads below its floor [T]. Tokens [T]."""
-    if runs_kernels(positions) and not torch.compiler.is_exporting():
+    if runs_kernels(positions):
         from plugins.device import row_numbers
 
         return row_numbers.window_numbers(
@@ -60,7 +60,7 @@ def entry_numbers(
     """Of rows at int64 positions [T] of requests `owners` [T], which begin at rows query_start
     [R + 1]. Who closes an entry at or above write_floor [R] owns it; a request has `capacity`
     newest rows."""
-    if runs_kernels(positions) and not torch.compiler.is_exporting():
+    if runs_kernels(positions):
         from plugins.device import row_numbers
 
         return row_numbers.entry_numbers(

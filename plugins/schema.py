@@ -36,6 +36,8 @@ class OperatorSchema:
 
     ties: which of equal candidates wins, or why none can occur. deterministic: what a row's result
     may depend on. source: where the definition comes from (report section, paper, pull request).
+    composite: fewer launches than its pieces on a device; a graph has the pieces that its reference
+    is made of, and no node, ONNX schema or TensorRT plugin of this name.
     """
 
     name: str
@@ -45,3 +47,4 @@ class OperatorSchema:
     ties: str
     deterministic: str
     source: str
+    composite: bool = False

@@ -29,7 +29,6 @@ from engine.network.attention import attention
 from engine.network.block import Residual, after_attention, attention_input
 from engine.network.encoder import Encoder
 from engine.network.rows import SegmentRows
-from plugins.mega_mhc import kernel as mhc_kernel
 from plugins.registry import OPERATORS
 from python_backend.executor.cuda_executor import CudaExecutor
 
@@ -92,8 +91,6 @@ def timed_operators() -> Iterator[Callable[[], dict[str, float]]]:
                 stack.enter_context(
                     patch.dict(entry.__dict__, {"kernel": timed(name, entry.kernel)})
                 )
-        one_pass = timed("mega_mhc", mhc_kernel.mega_mhc)
-        stack.enter_context(patch.object(mhc_kernel, "mega_mhc", one_pass))
         yield times
 
 

@@ -13,7 +13,6 @@ from linear import inputs
 from plugins.elementwise import softplus
 from plugins.mega_gate.kernel import mega_gate
 from plugins.mega_mhc.kernel import mega_mhc
-from plugins.mega_mhc.reference import mhc_pieces
 from plugins.norm.kernel import rms_norm
 from plugins.registry import OPERATORS
 from plugins.rope.kernel import apply_rope
@@ -156,7 +155,7 @@ def mhc_pieces_on_cpu(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Of at most 64 rows: the references of the pieces."""
     rows = ("streams", "y", "post", "comb", "pre")
     some = {name: (x[:64] if name in rows else x).cpu() for name, x in given.items()}
-    expanded, mix, u = mhc_pieces(**some, **SIZES)
+    expanded, mix, u = OPERATORS["mega_mhc"].reference(**some, **SIZES)
     return [expanded, *mix, u]
 
 

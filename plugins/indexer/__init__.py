@@ -1,7 +1,11 @@
 """The indexer's scores, the selection among candidates, and the rounding of the queries."""
 
-from plugins.indexer.queries import index_queries
-from plugins.indexer.reference import candidate_topk, index_scores, round_queries
+from plugins.indexer.reference import (
+    candidate_topk,
+    index_queries,
+    index_scores,
+    round_queries,
+)
 from plugins.indexer.slots import KeySlots, PagedSlots
 
 __all__ = [

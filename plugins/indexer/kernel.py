@@ -21,6 +21,7 @@ from plugins.device.rows import MXFP4_WORDS, DeviceRows, device_rows, entry_slot
 from plugins.indexer.kernel_candidates import list_blocks, name_entries
 from plugins.indexer.kernel_float8 import scores_float8
 from plugins.indexer.kernel_keys import WIDTH as FLOAT8_WIDTH
+from plugins.indexer.kernel_queries import index_queries as index_queries
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import OPERATORS
 from plugins.topk_select.kernel import topk_select

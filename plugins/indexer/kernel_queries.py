@@ -18,8 +18,8 @@ from plugins.device.rotation import cos_sin, turned
 from plugins.device.rows import VALUES, device_rows
 from plugins.formats.records import RecordLayout
 from plugins.formats.rows import ValueRows
-from plugins.indexer.queries import query_pieces
 from plugins.kv_write.kernel import rounded_groups
+from plugins.registry import OPERATORS
 
 # Heads of a program.
 _HEADS = 4
@@ -60,11 +60,14 @@ def index_queries(
     *,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the pieces, in one launch; they run for float64, a gradient or an unknown record."""
+    """As the reference, in one launch; it runs for float64, a gradient or an unknown record."""
     rows, heads, width = queries.shape
     stored = device_rows(ValueRows(queries, layout))
     if stored is None or needs_reference(queries, head_weights) or width % 32 or not rows:
-        return query_pieces(queries, head_weights, positions, inv_freq, layout, scale=scale)
+        reference: tuple[torch.Tensor, torch.Tensor] = OPERATORS["index_queries"].reference(
+            queries, head_weights, positions, inv_freq, layout, scale=scale
+        )
+        return reference
     queries, head_weights = unit_stride(queries), unit_stride(head_weights)
     made = torch.empty_like(queries, memory_format=torch.contiguous_format)
     weights = torch.empty_like(head_weights, memory_format=torch.contiguous_format)

@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from plugins.formats.records import RecordLayout
-from plugins.indexer.schema import CANDIDATE_TOPK, INDEX_SCORES, ROUND_QUERIES
+from plugins.indexer.schema import (
+    CANDIDATE_TOPK,
+    INDEX_QUERIES,
+    INDEX_SCORES,
+    ROUND_QUERIES,
+)
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import operator
+from plugins.rope import apply_rope
 from plugins.topk_select import topk_select
 
 if TYPE_CHECKING:
@@ -25,6 +31,25 @@ _KEY_TILE = 512
 def round_queries(queries: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
     """queries [T, h, dk], each head's rounded as a stored key is; same shape and dtype."""
     return layout.round(queries)
+
+
+@operator(INDEX_QUERIES)
+def index_queries(
+    queries: torch.Tensor,
+    head_weights: torch.Tensor,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    layout: RecordLayout | None,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first operands of index_scores: queries [T, h, dk] rotated by positions [T] and rounded
+    as keys of `layout` are (None: not at all), and head_weights [T, h] times `scale`. inv_freq as
+    in apply_rope."""
+    queries = apply_rope(queries, positions, inv_freq)
+    if layout is not None:
+        queries = round_queries(queries, layout)
+    return queries, head_weights * scale
 
 
 @operator(INDEX_SCORES)

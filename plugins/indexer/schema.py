@@ -1,4 +1,4 @@
-"""Contracts of the index scores."""
+"""Contracts of the index scores and of their queries."""
 
 from __future__ import annotations
 
@@ -40,4 +40,23 @@ ROUND_QUERIES = OperatorSchema(
     ties="rounding to the record's format is to nearest, ties to the even code",
     deterministic="a head's query depends on itself only",
     source="technical report, compressed sparse attention, FP4 index keys and queries",
+)
+
+INDEX_QUERIES = OperatorSchema(
+    name="index_queries",
+    inputs=(
+        TensorSpec("queries", ("T", "h", "dk")),
+        TensorSpec("head_weights", ("T", "h")),
+        TensorSpec("positions", ("T",), "int64"),
+        TensorSpec("inv_freq", ("R/2",), "float64"),
+    ),
+    outputs=(
+        TensorSpec("turned", ("T", "h", "dk")),
+        TensorSpec("scaled_weights", ("T", "h")),
+    ),
+    attributes=("layout", "scale"),
+    ties=ROUND_QUERIES.ties,
+    deterministic="a head's query depends on itself and its row's position only",
+    source=ROUND_QUERIES.source,
+    composite=True,
 )

@@ -29,7 +29,6 @@ from plugins.device.overlap import after_previous, overlaps
 from plugins.device.rotation import cos_sin, turned
 from plugins.device.rows import MXFP8, NVFP4, VALUES, device_rows, row_offsets
 from plugins.formats.rows import RowStore
-from plugins.kv_write.pieces import rotated_pieces
 from plugins.norm.kernel import normalised, rms_norm
 from plugins.registry import OPERATORS
 
@@ -215,11 +214,11 @@ def rotated_write(
     *,
     eps: float,
 ) -> None:
-    """As the pieces, in one launch; they run for float64, a gradient or an unknown record."""
+    """As the reference, in one launch; it runs for float64, a gradient or an unknown record."""
     stored = device_rows(rows)
     count, width = x.shape
     if stored is None or needs_reference(x, norm) or width % 2 or not count:
-        rotated_pieces(x, norm, positions, inv_freq, rows, slots, eps=eps)
+        OPERATORS["rotated_write"].reference(x, norm, positions, inv_freq, rows, slots, eps=eps)
         return
     x, overlap = unit_stride(x), overlaps(x.device)
     _rotated_write[(count,)](
@@ -247,7 +246,7 @@ def norm_and_write(
     *,
     eps: float,
 ) -> torch.Tensor:
-    """As the pieces, in one launch; they run for float64, a gradient or an unknown record. The
+    """As the reference, in one launch; it runs for float64, a gradient or an unknown record. The
     bytes written are rotated_write's, bit for bit."""
     stored = device_rows(rows)
     count, width = x.shape

@@ -1,7 +1,6 @@
 """The linear layer and the row tiling that makes CPU results independent of the batch."""
 
-from plugins.linear.pieces import linear_pair
-from plugins.linear.reference import linear
+from plugins.linear.reference import linear, linear_pair
 from plugins.linear.tiles import ROW_TILE, row_tiled
 from plugins.linear.weight import (
     LinearWeight,

@@ -1,4 +1,4 @@
-"""Contract of the linear layer."""
+"""Contracts of the linear layer, and of two of the same input."""
 
 from plugins.schema import OperatorSchema, TensorSpec
 
@@ -10,4 +10,19 @@ SCHEMA = OperatorSchema(
     ties="rounding of the input to E4M3 is to nearest, ties to the even code",
     deterministic="a row depends on that row and the weight only (CPU: fixed row tiles)",
     source="technical report, FP8 section; the released inference code",
+)
+
+LINEAR_PAIR = OperatorSchema(
+    name="linear_pair",
+    inputs=(
+        TensorSpec("x", ("T", "K")),
+        TensorSpec("first", ("N", "K"), kind="weight"),
+        TensorSpec("second", ("M", "K"), kind="weight"),
+    ),
+    outputs=(TensorSpec("of_first", ("T", "N")), TensorSpec("of_second", ("T", "M"))),
+    attributes=(),
+    ties=SCHEMA.ties,
+    deterministic=SCHEMA.deterministic,
+    source=SCHEMA.source,
+    composite=True,
 )

@@ -15,7 +15,7 @@ def wide_linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     On a GPU bfloat16 rows and weights are multiplied as such, into float32 sums: the same exact
     products, and nothing is widened first.
     """
-    if runs_kernels(x) and not torch.compiler.is_exporting():
+    if runs_kernels(x):
         is_plain = not isinstance(weight, PackedLinearWeight) and not weight.quantized_input
         if is_plain and x.dtype == weight.value.dtype == torch.bfloat16:
             return torch.mm(x, weight.value.T, out_dtype=torch.float32)

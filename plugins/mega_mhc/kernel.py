@@ -20,7 +20,7 @@ from plugins.device.overlap import overlaps
 from plugins.mega_mhc import kernel_hopper as hopper
 from plugins.mega_mhc.kernel_finish import finish
 from plugins.mega_mhc.kernel_pass import stack, streams_pass
-from plugins.mega_mhc.reference import HcMix, mhc_pieces
+from plugins.mega_mhc.reference import HcMix
 from plugins.registry import OPERATORS
 
 # A part of a row's sums is so many channels of every stream.
@@ -246,12 +246,13 @@ def mega_mhc(
     hc_eps: float,
     norm_eps: float,
 ) -> tuple[torch.Tensor, HcMix, torch.Tensor]:
-    """As the pieces, bit for bit in the streams and the mix."""
+    """As the pieces' kernels, bit for bit in the streams and the mix."""
     if not streams.numel() or not _knows(streams, y, post, comb, pre, fn, base, scale, norm):
-        return mhc_pieces(
+        pieces: tuple[torch.Tensor, HcMix, torch.Tensor] = OPERATORS["mega_mhc"].reference(
             streams, y, post, comb, pre, fn, base, scale, norm,
             sinkhorn_iters=sinkhorn_iters, hc_eps=hc_eps, norm_eps=norm_eps,
         )  # fmt: skip
+        return pieces
     one = _Pass(streams)
     some_rows = _SPREAD_ROWS < one.rows <= _HOPPER_ROWS and fn.is_contiguous()
     for_hopper = some_rows and hopper.takes(one.streams, one.parts)

@@ -2,8 +2,7 @@
 
 A sublayer computes its mix from the streams before it; `post` and `comb` write the sublayer's
 output back, while `pre` is consumed by the NEXT sublayer's collapse. That order lets one kernel do
-expand, the next mix, collapse and norm in one pass over the streams: `mega_mhc` does where there is
-such a kernel, and calls the pieces elsewhere.
+expand, the next mix, collapse and norm in one pass over the streams: that is `mega_mhc`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import torch
 
 from plugins.elementwise import sigmoid
 from plugins.linear.tiles import row_tiled
-from plugins.mega_mhc.schema import HC_COLLAPSE, HC_EXPAND, HC_MIX
+from plugins.mega_mhc.schema import HC_COLLAPSE, HC_EXPAND, HC_MIX, MEGA_MHC
 from plugins.norm import rms_norm
-from plugins.registry import operator, runs_kernels
+from plugins.registry import operator
 
 
 class HcMix(NamedTuple):
@@ -88,6 +87,7 @@ def hc_expand(
     return (injected + mixed).to(streams.dtype)
 
 
+@operator(MEGA_MHC)
 def mega_mhc(
     streams: torch.Tensor,
     y: torch.Tensor,
@@ -108,33 +108,6 @@ def mega_mhc(
     y, post and comb as in hc_expand; fn, base and scale are the next sublayer's, as in hc_mix; pre
     [T, S] collapses the expanded streams, norm [D] normalises the result.
     """
-    run = mhc_pieces
-    if runs_kernels(streams) and not torch.compiler.is_exporting():
-        from plugins.mega_mhc import kernel
-
-        run = kernel.mega_mhc
-    return run(
-        streams, y, post, comb, pre, fn, base, scale, norm,
-        sinkhorn_iters=sinkhorn_iters, hc_eps=hc_eps, norm_eps=norm_eps,
-    )  # fmt: skip
-
-
-def mhc_pieces(
-    streams: torch.Tensor,
-    y: torch.Tensor,
-    post: torch.Tensor,
-    comb: torch.Tensor,
-    pre: torch.Tensor,
-    fn: torch.Tensor,
-    base: torch.Tensor,
-    scale: torch.Tensor,
-    norm: torch.Tensor,
-    *,
-    sinkhorn_iters: int,
-    hc_eps: float,
-    norm_eps: float,
-) -> tuple[torch.Tensor, HcMix, torch.Tensor]:
-    """mega_mhc, operator by operator."""
     expanded = hc_expand(streams, y, post, comb)
     mix = hc_mix(
         expanded, fn, base, scale,

@@ -1,4 +1,4 @@
-"""Contracts of the three pieces of one hyper-connection step."""
+"""Contracts of the three pieces of one hyper-connection step, and of the step."""
 
 from __future__ import annotations
 
@@ -46,4 +46,20 @@ HC_EXPAND = OperatorSchema(
     ties="none: nothing is selected",
     deterministic="a row depends on its own streams only; sources are added in ascending order",
     source=HC_MIX.source,
+)
+
+MEGA_MHC = OperatorSchema(
+    name="mega_mhc",
+    inputs=(
+        *HC_EXPAND.inputs,
+        TensorSpec("pre", ("T", "S")),
+        *HC_MIX.inputs[1:],
+        TensorSpec("norm", ("D",)),
+    ),
+    outputs=(*HC_EXPAND.outputs, *HC_MIX.outputs, TensorSpec("u", ("T", "D"))),
+    attributes=HC_MIX.attributes,
+    ties="none: nothing is selected",
+    deterministic=HC_MIX.deterministic,
+    source=HC_MIX.source,
+    composite=True,
 )

@@ -21,17 +21,12 @@ CALLS = {
     "compress": {"compressor": ["pool_pairs", "previous_rows"], "kv_write": ["rotated_write"]},
     "draft": {"mega_attention": ["mega_attention"]},
     "select": {
-        "indexer": ["index_scores", "candidate_topk"],
+        "indexer": ["index_queries", "index_scores", "candidate_topk"],
         "topk_select": ["topk_select", "candidate_blocks"],
     },
 }
-# What chooses between operators and one launch of its own, where it is called.
-CHOOSING = (
-    "engine.paged_cache",
-    "plugins.indexer.queries",
-    "plugins.markov",
-    "plugins.row_numbers",
-)
+# What chooses by itself between torch and a launch.
+CHOOSING = ("engine.paged_cache", "plugins.row_numbers")
 
 
 @pytest.fixture
@@ -75,7 +70,7 @@ def test_ragged_steps_give_the_golden_logits(
         for slot, request in enumerate((first, second)):
             pages.extend(slot, request.position, request.position + rows[slot])
         step(network, [first, second], rows, pages.view([0, 1]), store_context=False)
-    assert len(called) == 9
+    assert len(called) == 10
     for request in (first, second):
         ours = request.rows(0, request.position)
         expected = golden["logits_full"][: request.position]

@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 
 from plugins.compressor import kernel as compressor
-from plugins.device import markov, pages, row_numbers
+from plugins.device import pages, row_numbers
 from plugins.device.ahead import compile_kernel
 from plugins.device.launch import Limits
 from plugins.engram import kernel as engram
@@ -32,6 +32,7 @@ from plugins.linear import kernel as linear
 from plugins.linear import kernel_few as few
 from plugins.linear import kernel_planes as planes
 from plugins.linear import kernel_split as split
+from plugins.markov import kernel as markov
 from plugins.mega_attention import kernel as attention
 from plugins.mega_attention import kernel_hopper as hopper
 from plugins.sample import kernel as sample

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from kernel_oracle import DEVICE, load_kernel
 
 from plugins.formats.records import index_fallback_record, index_record
-from plugins.indexer.queries import query_pieces
+from plugins.registry import OPERATORS
 
 apply_rope = load_kernel("rope").apply_rope
-kernel = importlib.import_module("plugins.indexer.kernel_queries")
+kernel = load_kernel("indexer")
 
 SCALE = 0.123
 
@@ -58,5 +56,6 @@ def test_an_unknown_record_is_rounded_by_itself() -> None:
     operands = given(8, 64, 16, torch.bfloat16)
     record = index_fallback_record(64)
     ours = kernel.index_queries(*operands, record, scale=SCALE)
-    for made, expected in zip(ours, query_pieces(*operands, record, scale=SCALE), strict=True):
+    pieces = OPERATORS["index_queries"].reference(*operands, record, scale=SCALE)
+    for made, expected in zip(ours, pieces, strict=True):
         assert torch.equal(made, expected)

@@ -1,4 +1,4 @@
-"""plugins/markov.py in the Triton language: the best of every part of a row, then of all parts."""
+"""The greedy choice in the Triton language: the best of every part of a row, then of all parts."""
 
 # Functions in the Triton language have no types that mypy could check.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -11,6 +11,7 @@ import triton.language as tl
 
 from plugins.device.launch import padded, unit_stride
 from plugins.device.overlap import after_previous, overlaps
+from plugins.registry import OPERATORS
 
 _PART = 2048
 
@@ -54,7 +55,12 @@ def _take_best(
 def markov_choice(
     base: torch.Tensor, correction: torch.Tensor, embed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 base and correction."""
+    """As the reference, which runs for other than float32 sums."""
+    if not base.dtype == correction.dtype == torch.float32:
+        made: tuple[torch.Tensor, torch.Tensor] = OPERATORS["markov_choice"].reference(
+            base, correction, embed
+        )
+        return made
     base, correction, embed = unit_stride(base), unit_stride(correction), unit_stride(embed)
     (rows, vocab), rank = base.shape, embed.shape[1]
     parts, overlap = triton.cdiv(vocab, _PART), overlaps(base.device)
