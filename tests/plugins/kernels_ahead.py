@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import kernels_ahead_experts
+import kernels_ahead_linear
 import torch
 import triton.language as tl
 
@@ -28,10 +29,6 @@ from plugins.indexer import kernel_candidates as candidates
 from plugins.indexer import kernel_float8 as float8
 from plugins.indexer import kernel_queries as index_queries
 from plugins.kv_write import kernel as kv_write
-from plugins.linear import kernel as linear
-from plugins.linear import kernel_few as few
-from plugins.linear import kernel_planes as planes
-from plugins.linear import kernel_split as split
 from plugins.markov import kernel as markov
 from plugins.mega_attention import kernel as attention
 from plugins.mega_attention import kernel_hopper as hopper
@@ -109,14 +106,6 @@ WRITE = {
     "row_stride": STRIDE, "tail": "*fp32", "request": "*i64", "is_first": "*u8",
     "read_slots": "*i64", "previous": "*fp32",
 }  # fmt: skip
-LINEAR = {
-    "x": "*bf16", "row_stride": STRIDE, "codes": "*u8", "scale": "*u8", "scale_stride": STRIDE,
-    "global_scale": "*fp32", "y": "*bf16", "num_rows": "i32", "N": STRIDE, "K": STRIDE,
-    "chunk": STRIDE, "rounded": "*bf16", "values": "*bf16", "parts": "*fp32", "numel": "i32",
-    "planes": "*bf16", "plane_stride": STRIDE, "groups": "i32", "x_stride": STRIDE,
-    "other_codes": "*u8", "other_scale": "*u8", "other_y": "*bf16", "other_N": STRIDE,
-    "programs": "i32",
-}  # fmt: skip
 ENGRAM = {
     "tokens": "*i64", "request": "*i64", "query_start": "*i64", "history": "*i64",
     "token_class": "*i64", "multipliers": "*i64", "primes": "*i64", "offsets": "*i64",
@@ -167,65 +156,6 @@ def row_kernels() -> Kernels:
         (
             "take best", markov._take_best, choice,
             {"RANK": 256, "PADDED": 256, "PARTS": 64, "OVERLAP": True}, 1,
-        ),
-    ]  # fmt: skip
-
-
-def linear_kernels(device: Limits) -> Kernels:
-    parted, overlap = {"SPLIT": True}, {"OVERLAP": device.float8}
-    whole = {"FLOAT8": device.float8, "GROUPS": 8, **parted}
-    made: Kernels = []
-    for name, stored, rows in (
-        ("planes", 0, 16), ("planes, 128 rows", 0, 128), ("MXFP4", 2, 16), ("NVFP4", 3, 16),
-    ):  # fmt: skip
-        tile = linear.plane_tiles(rows, 1280, device, stored=stored)
-        sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INNER": tile.inner}
-        constants = {"STORED": stored, "WIDEN": False, **parted, **sizes, **overlap}
-        made.append(
-            (f"linear {name}", planes.product_planes, LINEAR, constants, tile.warps, tile.stages)
-        )
-    for name, rows, stored, inner in (("one row", 1, 0, 8192), ("few rows", 8, 1, 1280)):
-        tile = few.few_tiles(rows, inner)
-        constants = {
-            "STORED": stored, "ROWS": rows, "SHARES": tile.shares, "OUTPUTS": tile.outputs,
-            "STEPS": tile.steps, "AHEAD": tile.ahead, "READ": tile.read,
-            "EVEN": rows == 1,
-        }  # fmt: skip
-        made.append((f"linear {name}", few.product_few, LINEAR, {**constants, **overlap}, 8))
-    for name, kind, constants in (
-        ("values", "*bf16", {"STORED": 0, "WORDS": True, "EVEN": True, **DOT}),
-        ("float32", "*fp32", {"STORED": 1, "WORDS": False, "EVEN": False, "DOT": tl.float32,
-                              "WIDEN": False}),
-    ):  # fmt: skip
-        tile = linear.tiles(32, device, wide=kind == "*fp32")
-        sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INNER": tile.inner}
-        made.append(
-            (
-                f"linear {name}", linear._product, {**LINEAR, "x": kind, "y": kind},
-                {**constants, **whole, **sizes}, tile.warps, tile.stages,
-            )
-        )  # fmt: skip
-    return [
-        *made,
-        (
-            "linear spread", planes.spread_rows, LINEAR,
-            {"TILE": 1024, "PLANES": 2, "ROUND": True, "FLOAT8": device.float8, **overlap}, 4,
-        ),
-        ("linear round", linear._round_rows, LINEAR, {"TILE": 1024, "FLOAT8": device.float8}, 4),
-        (
-            "linear decode", linear._decode, LINEAR,
-            {"STORED": 0, "WORDS": True, "EVEN": True, "ROWS": 32, "COLUMNS": 256,
-             "FLOAT8": device.float8}, 4,
-        ),
-        ("linear join", linear._join, LINEAR, {"PARTS": 8, "TILE": 512, **overlap}, 4),
-        # A launch makes a constant of an integer that is 1.
-        (
-            "linear split", split._split, {**LINEAR, "x": "*fp32", "parts": "*bf16"},
-            {"TILE": 1024, "num_rows": 1}, 4,
-        ),
-        (
-            "linear sum", split._sum, {**LINEAR, "products": "*fp32", "y": "*fp32"},
-            {"TILE": 1024, "numel": 1}, 4,
         ),
     ]  # fmt: skip
 
@@ -363,7 +293,7 @@ def kernels(device: Limits) -> Kernels:
             "previous", compressor._previous_rows, WRITE,
             {"ROWS": 4, "ROW": 1024, "STORED": 0, "WIDTH": 1024, "TILE": 512}, 4,
         ),
-        *linear_kernels(device),
+        *kernels_ahead_linear.kernels(device),
         *engram_kernels(device),
         *kernels_ahead_experts.kernels(device),
         ("sample survey", sample._survey, SAMPLE, {"CHUNK": 4096, "GROUP": 64, "LEVELS": 8}, 4),
