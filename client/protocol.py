@@ -78,7 +78,8 @@ class GenerateRequest:
     and, with logprobs, prompt_logprobs. exclude_input_in_output: false does the former.
     num_return_sequences: answers to the prompt; more than one are streamed.
     guided_decoding_guide_type, guided_decoding_guide: the form of the answer, as
-    docs/operations.md says. priority: smaller is earlier. cache_salt: prefixes are shared among
+    docs/operations.md says. speculative: false takes no drafts where the server makes them; the
+    answer is the same. priority: smaller is earlier. cache_salt: prefixes are shared among
     equal salts only.
     request_id, session_id: named in the server's log.
     Values are judged by the server; only what cannot be carried is refused here (ValueError).
@@ -114,6 +115,7 @@ class GenerateRequest:
     exclude_input_in_output: bool | None = None
     guided_decoding_guide_type: str | None = None
     guided_decoding_guide: str | None = None
+    speculative: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     session_id: str | None = None

@@ -65,6 +65,7 @@ INPUTS = (
     TensorSpec("exclude_input_in_output", "BOOL", np.bool_),
     TensorSpec("guided_decoding_guide_type", "BYTES", np.object_),
     TensorSpec("guided_decoding_guide", "BYTES", np.object_),
+    TensorSpec("speculative", "BOOL", np.bool_),
     TensorSpec("priority", "INT32", np.int32),
     TensorSpec("cache_salt", "BYTES", np.object_),
     TensorSpec("session_id", "BYTES", np.object_),

@@ -19,7 +19,7 @@ _PENALTIES = {"repetition_penalty": "1", "presence_penalty": "0", "frequency_pen
 _LOG_PROBS = ("log_probs", "top_log_prob_ids", "top_log_probs")
 _SAMPLING = (
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", *_PENALTIES, "min_tokens", "seed"),
-    *("stop_words", "bad_words", "ignore_eos", "logprobs", "end_id", "request_id"),
+    *("stop_words", "bad_words", "ignore_eos", "logprobs", "end_id", "speculative", "request_id"),
 )
 
 
@@ -47,6 +47,10 @@ def add(commands: Any) -> None:
     option("--ignore-eos", action="store_true", default=None, help="go on")
     option("--logprobs", type=int, help="with --json: this many alternatives")
     option("--end-id", type=int, help="token that ends the answer, -1: none does")
+    option(
+        "--no-speculative", dest="speculative", action="store_false", default=None,
+        help="take no drafts; the answer is the same",
+    )  # fmt: skip
     option("--request-id", help="name of the request in the server's log")
     option("--no-stream", action="store_true", help="ask for one whole answer")
     option("--json", action="store_true", help="print one JSON object instead")

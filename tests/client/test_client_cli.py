@@ -85,6 +85,7 @@ def test_sampling_options_reach_the_server(
 ) -> None:
     asked = ["generate", *address(server, "grpc"), "--input-ids", "305", "--json", "--no-stream"]
     options = ["--temperature", "0.5", "--top_k=3", "--top-p", "0.25", "--seed", "7"]
+    options.append("--no-speculative")
     assert main([*asked, *options, "--request_id", "mine"]) == 0
     described = json.loads(json.loads(capsys.readouterr().out)["text_output"])
     assert described["id"] == "mine"
@@ -97,6 +98,7 @@ def test_sampling_options_reach_the_server(
         "top_k": 3,
         "top_p": 0.25,
         "seed": 7,
+        "speculative": False,
     }
 
 

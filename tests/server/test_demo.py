@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from builder.cli import main as build
-from client import Chat, GrpcClient
+from client import Chat, GenerateRequest, GrpcClient, HttpClient
 from engine.directory import Engine
 from examples import demo
 from tests.server.deployment import GOLDEN, PROMPT, Deployment
@@ -90,6 +90,24 @@ def test_a_wrong_answer_is_called_wrong(
     assert not turn.is_right
     assert "→ WRONG: expected no model says this, got " in capsys.readouterr().out
     assert demo.table([turn]).endswith("WRONG")
+
+
+def test_a_request_without_drafts_has_the_same_answer(tinyflash: Deployment) -> None:
+    def asked(speculative: bool | None) -> GenerateRequest:
+        messages = [{"role": "user", "content": demo.questions(600)[0].prompt}]
+        return GenerateRequest(messages=messages, max_tokens=12, speculative=speculative)
+
+    for client in (
+        GrpcClient(f"127.0.0.1:{tinyflash.grpc}"),
+        HttpClient(f"127.0.0.1:{tinyflash.http}"),
+    ):
+        with client:
+            plain, drafted, same = (client.generate(asked(s)) for s in (False, None, True))
+        assert plain.output_ids.tolist() == drafted.output_ids.tolist() == same.output_ids.tolist()
+        assert plain.num_accepted_drafts == 0
+        assert drafted.num_accepted_drafts == same.num_accepted_drafts
+        assert drafted.num_accepted_drafts is not None
+        assert drafted.num_accepted_drafts > 0
 
 
 def test_the_questions_have_known_answers() -> None:

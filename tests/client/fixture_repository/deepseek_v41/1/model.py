@@ -36,6 +36,7 @@ _INPUTS = (
     "top_k",
     "top_p",
     "seed",
+    "speculative",
     "end_id",
     "messages",
     "tools",
