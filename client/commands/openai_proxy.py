@@ -113,8 +113,16 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
         return
     if certificate is None or key is None:
         raise ValueError("expected --tls-certificate and --tls-key together, got one of them")
+
+    def no_password() -> str:
+        """Without it the library asks whoever sits at the terminal, here and in each start."""
+        raise ValueError(
+            f"expected a key without a password for --tls-key, got {key}, which is encrypted; give "
+            f"a plain one: openssl pkey -in {key} -out plain.pem"
+        )
+
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, no_password)
     except (OSError, ssl.SSLError) as error:
         raise ValueError(
             f"expected a certificate and its key as PEM files, but {error}: {certificate}, {key}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import ssl
 import subprocess
@@ -78,6 +79,29 @@ def test_settings_that_cannot_work(
     error = capsys.readouterr().err
     assert error.startswith(f"dsv41-client: {sentence}")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", [[], ["-traditional"]])
+def test_an_encrypted_key_is_refused_and_nobody_is_asked(form: list[str], tmp_path: Path) -> None:
+    """At a terminal, where the library would ask and wait."""
+    certificate, key, hidden = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "hidden"))
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key]
+    subprocess.run([*made, "-out", certificate, "-subj", "/CN=a"], check=True, capture_output=True)
+    encrypt = ["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:word", *form]
+    subprocess.run([*encrypt, "-out", hidden], check=True)
+    assert "ENCRYPTED" in Path(hidden).read_text()
+    terminal, its_end = pty.openpty()
+    done = subprocess.run(
+        ["setsid", "--ctty", "--wait",
+         *command(f"--tls-certificate={certificate}", f"--tls-key={hidden}")],
+        stdin=its_end, stdout=its_end, stderr=subprocess.PIPE, text=True, timeout=30, cwd=ROOT,
+        check=False,
+    )  # fmt: skip
+    os.close(its_end)
+    os.close(terminal)
+    assert done.returncode == 2
+    assert done.stderr.startswith("dsv41-client: expected a key without a password for --tls-key")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
