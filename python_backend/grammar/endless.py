@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
+
+from python_backend.grammar.recursion import needs_itself, users_of
 
 # Schemas by their JSON pointers. Of each group one must have a text, or its user has none.
 _Groups = list[dict[str, Any]]
@@ -16,30 +19,17 @@ def endless(schema: dict[str, Any]) -> str | None:
     if any(_has_name(value) for value in schema.values()):
         return None
     needs: dict[str, _Groups] = {}
-    users: dict[str, list[str]] = {}
     reached: list[tuple[str, Any]] = [("", schema)]
     while reached:
         place, part = reached.pop()
-        if place in needs:
-            continue
-        needs[place] = _groups(schema, place, part)
-        for group in needs[place]:
-            reached += group.items()
-            for other in group:
-                users.setdefault(other, []).append(place)
-    ending, waiting = set[str](), list(needs)
-    while waiting:
-        place = waiting.pop()
-        if place not in ending and all(ending & group.keys() for group in needs[place]):
-            ending.add(place)
-            waiting += users.get(place, [])
-    place, passed = "", set[str]()
-    while place not in ending:
-        if place in passed:
-            return place
-        passed.add(place)
-        place = next(iter(next(group for group in needs[place] if not ending & group.keys())))
-    return None
+        if place not in needs:
+            needs[place] = _groups(schema, place, part)
+            reached += [item for group in needs[place] for item in group.items()]
+
+    def lack(place: str, ending: set[str]) -> str | None:
+        return next((next(iter(g)) for g in needs[place] if ending.isdisjoint(g)), None)
+
+    return needs_itself([""], users_of({place: chain(*needs[place]) for place in needs}), lack)
 
 
 def escaped(name: str) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from python_backend.grammar.recursion import needs_itself, users_of
+
 ROOT = "root"
 _TOKEN = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
@@ -68,8 +70,9 @@ def to_lark(text: str) -> Lark:
         for name, offset in rule.references.items():
             if name not in rules:
                 raise GbnfError(offset, f"no rule named {name}")
-    _check_ends(rules)
-    terminals = _terminals(rules)
+    users = users_of({name: rule.references for name, rule in rules.items()})
+    _check_ends(rules, users)
+    terminals = _terminals(rules, users)
     spelled = {name: f"{'T' if name in terminals else 'r'}_{i}" for i, name in enumerate(rules)}
     lines, offsets = [f"start: {spelled[ROOT]}"], [[rules[ROOT].offset]]
     for rule in rules.values():
@@ -164,10 +167,9 @@ def _code(character: str) -> str:
     return rf"\x{{{ord(character):x}}}"
 
 
-def _terminals(rules: dict[str, _Rule]) -> set[str]:
+def _terminals(rules: dict[str, _Rule], users: dict[str, list[str]]) -> set[str]:
     """The rules that reach only rules which reach no circle."""
     waits = {name: set(rule.references) for name, rule in rules.items()}
-    users = _users(rules)
     ready = [name for name, references in waits.items() if not references]
     found: set[str] = set()
     while ready:
@@ -180,31 +182,23 @@ def _terminals(rules: dict[str, _Rule]) -> set[str]:
     return found
 
 
-def _users(rules: dict[str, _Rule]) -> dict[str, list[str]]:
-    """By name, the rules that refer to it."""
-    users: dict[str, list[str]] = {name: [] for name in rules}
-    for name, rule in rules.items():
-        for reference in rule.references:
-            users[reference].append(name)
-    return users
-
-
-def _check_ends(rules: dict[str, _Rule]) -> None:
-    """Raises GbnfError at a rule that always needs itself, where no text is complete for that."""
-    users, waiting = _users(rules), list(rules)
-    ending: set[str] = set()
+def _check_ends(rules: dict[str, _Rule], users: dict[str, list[str]]) -> None:
+    """Raises GbnfError at a rule that always needs itself, where an answer can get into it."""
+    entered, waiting = dict[str, None](), [ROOT]
     while waiting:
-        name = waiting.pop()
-        if name not in ending and _can_end(rules[name], ending):
-            ending.add(name)
-            waiting += users[name]
-    name, passed = ROOT, set[str]()
-    while name not in ending:
-        if name in passed:
-            problem = f"rule {name} always needs itself, so that no text is ever complete"
-            raise GbnfError(rules[name].offset, problem)
-        passed.add(name)
-        name = next(other for other in rules[name].references if other not in ending)
+        if (name := waiting.pop()) not in entered:
+            entered[name] = None
+            waiting += reversed(rules[name].references)
+
+    def lack(name: str, ending: set[str]) -> str | None:
+        if _can_end(rules[name], ending):
+            return None
+        return next(other for other in rules[name].references if other not in ending)
+
+    endless = needs_itself(entered, users, lack)
+    if endless is not None:
+        problem = f"rule {endless} always needs itself, so that no text with it is ever complete"
+        raise GbnfError(rules[endless].offset, problem)
 
 
 def _can_end(rule: _Rule, ending: set[str]) -> bool:

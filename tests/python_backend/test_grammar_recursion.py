@@ -36,13 +36,32 @@ def compiler(text: TextTokenizer) -> Iterator[GrammarCompiler]:
         ('root ::= "x" root{0,2}', "xxx"),
         ('root ::= ("x" (root) | ("z"))', "xxz"),
         ('root ::= "x" a{2}\na ::= "" | "y" root', "xyxyx"),
-        ('root ::= endless | "a"\nendless ::= "x" endless', "a"),
+        ('root ::= "a"\nendless ::= "x" endless', "a"),
     ],
 )
 def test_recursion_that_can_end(
     compiler: GrammarCompiler, text: TextTokenizer, guide: str, answer: str
 ) -> None:
     assert accepts(compiler.compile(Guide(GuideKind.GRAMMAR, guide)).result(), text, answer)
+
+
+@pytest.mark.parametrize(
+    ("guide", "line"),
+    [
+        ('root ::= "a" b*\nb ::= "x" b', 2),
+        ('root ::= "a" b?\nb ::= "x" b', 2),
+        ('root ::= "a" (b "c" | "d"){0,3}\nb ::= b', 2),
+        ('root ::= "a" | b\nb ::= "x" c\nc ::= "y" d+\nd ::= c', 3),
+    ],
+)
+def test_what_an_answer_would_never_leave_is_refused(
+    compiler: GrammarCompiler, guide: str, line: int
+) -> None:
+    """Other answers would end; this one would go on until the parser gives up."""
+    error = compiler.compile(Guide(GuideKind.GRAMMAR, guide)).exception()
+    assert isinstance(error, RequestError)
+    assert f"at line {line}, column 1 " in str(error)
+    assert "always needs itself, so that no text with it is ever complete" in str(error)
 
 
 ITSELF: dict[str, Any] = {"$ref": "#"}
