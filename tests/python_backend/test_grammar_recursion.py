@@ -66,6 +66,7 @@ def test_what_an_answer_would_never_leave_is_refused(
 
 ITSELF: dict[str, Any] = {"$ref": "#"}
 LIST_OF_ITSELF: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}
+NAMED: dict[str, Any] = {"$id": "http://a/x", "type": "array", "minItems": 1, "items": ITSELF}
 PAIR: dict[str, Any] = {"type": "object", "properties": {"a": ITSELF}, "required": ["a"]}
 
 
@@ -86,6 +87,12 @@ PAIR: dict[str, Any] = {"type": "object", "properties": {"a": ITSELF}, "required
              "required": ["a", "b"], "$defs": {"a/b": LIST_OF_ITSELF}},
             "/$defs/a~1b",
         ),
+        ({"$ref": "#/$defs/x", "$defs": {"x": NAMED}}, "/$defs/x"),
+        ({"$ref": "http://a/x#", "$defs": {"x": NAMED}}, "/$defs/x"),
+        ({"$id": "http://a/r", "$ref": "x", "$defs": {"y": {**NAMED, "$id": "x"}}}, "/$defs/y"),
+        ({"$id": "http://a/r", "$ref": "r#/$defs/y", "$defs": {"y": {
+          "type": "array", "minItems": 1, "items": {"$ref": "/r#/$defs/y"}}}}, "/$defs/y"),
+        ({"$id": "urn:r", "$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}, "/$defs/x"),
     ],
 )  # fmt: skip
 def test_a_schema_that_never_ends_is_refused_where_it_needs_itself(
@@ -110,6 +117,15 @@ def test_a_schema_that_never_ends_is_refused_where_it_needs_itself(
          "1"),
         ({"type": "object", "properties": {"id": {"type": "null"},
           "a": {"$ref": "#/properties/id"}}, "required": ["id", "a"]}, '{"id": null, "a": null}'),
+        # References begin at the nearest name around them.
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"$id": "http://a/x", "$ref": "#/$defs/x",
+          "$defs": {"x": {"type": "null"}}}}}, "null"),
+        ({"$id": "http://a/r", "$ref": "x", "default": {**NAMED, "$id": "x"},
+          "$defs": {"b": {"$id": "x", "type": "null"}}}, "null"),
+        # Until draft 7 there is nothing beside a reference, a name neither.
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/x",
+          "definitions": {"x": {"$id": "http://a/x", "$ref": "#/definitions/y", "definitions": {
+            "y": {"$ref": "#/definitions/y"}}}, "y": {"type": "null"}}}, "null"),
     ],
 )  # fmt: skip
 def test_a_schema_whose_recursion_can_end(
