@@ -16,6 +16,7 @@ sentence on stderr and status 1.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,9 +36,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status, 0 or 1."""
+    """Run one command; returns the exit status, 0 or 1. SIGTERM ends it as Ctrl-C does."""
     args = _parser().parse_args(argv)
     complaint: str | None
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from builder.commands import run_command  # loads torch, which --help can do without
 
@@ -48,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         complaint = f"{error.name} is not installed; in a checkout, pip install '.[server]'"
     except KeyboardInterrupt:  # also while torch is loaded
         complaint = "interrupted"
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if complaint is None:
         return 0
     print(f"dsv41-build: {complaint}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -185,17 +186,22 @@ def test_damaged_manifest(engine_copy: Path, text: str) -> None:
     refused(engine_copy, "manifest.json", "altered")
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_build_leaves_no_engine(
-    released_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    released_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
+    outside = signal.getsignal(signal.SIGTERM)
+
     def crash(*_: object) -> None:
-        raise KeyboardInterrupt
+        assert signal.getsignal(sent) is signal.default_int_handler
+        signal.raise_signal(sent)
 
     out = tmp_path / "engine"
     command = ["engine", "--checkpoint", str(released_dir), "--output_dir", str(out)]
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "write", crash)
         assert main(command) == 1
+    assert signal.getsignal(signal.SIGTERM) is outside
     assert not out.exists()
     assert list(tmp_path.iterdir()) == []
     killed = tmp_path / "engine.partial"
