@@ -10,19 +10,30 @@ import triton.language as tl
 
 
 @triton.jit
-def cos_sin(position, inv_freq, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr):
-    """cos and sin [PAIRS] in float32 of the pairs of a row of WIDTH elements whose last ROTATED
-    ones turn; 1 and 0 for the others.
+def frequencies(inv_freq, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr):
+    """float64 [PAIRS] of the pairs of a row of WIDTH elements whose last ROTATED ones turn; 0 for
+    the others."""
+    pair = tl.arange(0, PAIRS) - (WIDTH - ROTATED) // 2
+    turns_in = (pair >= 0) & (pair < ROTATED // 2)
+    return tl.load(inv_freq + pair, mask=turns_in, other=0.0)
+
+
+@triton.jit
+def cos_sin_of(position, frequency):
+    """cos and sin in float32 of float64 frequencies.
 
     The product and the whole turns are float64, what remains is within ±π: at position 10⁶ a
     float32 angle is off by 0.06 rad.
     """
-    pair = tl.arange(0, PAIRS) - (WIDTH - ROTATED) // 2
-    turns_in = (pair >= 0) & (pair < ROTATED // 2)
-    frequency = tl.load(inv_freq + pair, mask=turns_in, other=0.0)
     turns = position.to(tl.float64) * frequency * 0.15915494309189535
     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
     return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def cos_sin(position, inv_freq, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr):
+    """cos and sin [PAIRS] in float32 of a row's pairs, 1 and 0 for those that do not turn."""
+    return cos_sin_of(position, frequencies(inv_freq, WIDTH, ROTATED, PAIRS))
 
 
 @triton.jit

@@ -26,10 +26,10 @@ from plugins.device.numbers import (
     e8m0_scale,
 )
 from plugins.device.overlap import after_previous, overlaps
-from plugins.device.rotation import cos_sin, turned
+from plugins.device.rotation import cos_sin_of, frequencies, turned
 from plugins.device.rows import MXFP8, NVFP4, VALUES, device_rows, row_offsets
 from plugins.formats.rows import RowStore
-from plugins.norm.kernel import normalised, rms_norm
+from plugins.norm.kernel import gains, normalised, rms_norm
 from plugins.registry import OPERATORS
 
 
@@ -131,16 +131,29 @@ def _kv_write(
 
 @triton.jit
 def _rotated_row(
-    x, norm, position, inv_freq, target, eps, STORED: tl.constexpr, FORMAT: tl.constexpr,
+    x, row_stride, norm, positions, inv_freq, slots, data, page_stride, eps,
+    ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr, FORMAT: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROTATED: tl.constexpr, NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, PADDED)
-    value = tl.load(x + column, mask=column < WIDTH, other=0.0)
+    """What no launch writes is loaded before the wait, and all else at once behind it: also for a
+    row without a slot."""
+    frequency = frequencies(inv_freq, WIDTH, ROTATED, PADDED // 2)
     if NORM:
-        value = normalised(value, norm, eps, column, WIDTH)
-    cos, sin = cos_sin(position, inv_freq, WIDTH, ROTATED, PADDED // 2)
+        scale = gains(norm, WIDTH, PADDED)
+    after_previous(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    slot = tl.load(slots + row)
+    position = tl.load(positions + row)
+    value = tl.load(x + row * row_stride + column, mask=column < WIDTH, other=0.0)
+    if NORM:
+        value = normalised(value, scale, eps, WIDTH)
+    cos, sin = cos_sin_of(position, frequency)
     value = turned(value[None, :], cos, sin, column, WIDTH, ROTATED, PADDED // 2)
-    _write_row(value.reshape(PADDED), target, STORED, FORMAT, WIDTH, PADDED)
+    if slot >= 0:
+        target = data + row_offsets(slot, page_stride, ROWS, ROW)
+        _write_row(value.reshape(PADDED), target, STORED, FORMAT, WIDTH, PADDED)
 
 
 @triton.jit
@@ -150,15 +163,10 @@ def _rotated_write(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROTATED: tl.constexpr, NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    after_previous(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    if slot >= 0:
-        _rotated_row(
-            x + row * row_stride, norm, tl.load(positions + row), inv_freq,
-            data + row_offsets(slot, page_stride, ROWS, ROW), eps,
-            STORED, FORMAT, WIDTH, PADDED, ROTATED, NORM,
-        )  # fmt: skip
+    _rotated_row(
+        x, row_stride, norm, positions, inv_freq, slots, data, page_stride, eps,
+        ROWS, ROW, STORED, FORMAT, WIDTH, PADDED, ROTATED, NORM, OVERLAP,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -170,22 +178,20 @@ def _norm_and_write(
     LATENT: tl.constexpr, PADDED_LATENT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Two programs a row, one for each half of the work."""
-    after_previous(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
+        scale = gains(latent_norm, LATENT, PADDED_LATENT)
+        after_previous(OVERLAP)
+        row = tl.program_id(0).to(tl.int64)
         place = tl.arange(0, PADDED_LATENT)
         there = place < LATENT
         value = tl.load(latent + row * latent_stride + place, mask=there, other=0.0)
-        value = normalised(value, latent_norm, eps, place, LATENT)
+        value = normalised(value, scale, eps, LATENT)
         tl.store(normed + row * LATENT + place, value, mask=there)
     else:
-        slot = tl.load(slots + row)
-        if slot >= 0:
-            _rotated_row(
-                x + row * row_stride, norm, tl.load(positions + row), inv_freq,
-                data + row_offsets(slot, page_stride, ROWS, ROW), eps,
-                STORED, FORMAT, WIDTH, PADDED, ROTATED, True,
-            )  # fmt: skip
+        _rotated_row(
+            x, row_stride, norm, positions, inv_freq, slots, data, page_stride, eps,
+            ROWS, ROW, STORED, FORMAT, WIDTH, PADDED, ROTATED, True, OVERLAP,
+        )  # fmt: skip
 
 
 def kv_write(values: torch.Tensor, rows: RowStore, slots: torch.Tensor) -> None:
@@ -220,7 +226,9 @@ def rotated_write(
     if stored is None or needs_reference(x, norm) or width % 2 or not count:
         OPERATORS["rotated_write"].reference(x, norm, positions, inv_freq, rows, slots, eps=eps)
         return
-    x, overlap = unit_stride(x), overlaps(x.device)
+    # Copies of what is loaded before the wait are waited for.
+    overlap = overlaps(x.device) and (norm is None or norm.stride(-1) == 1)
+    x = unit_stride(x)
     _rotated_write[(count,)](
         x, x.stride(0), x if norm is None else unit_stride(norm), positions, inv_freq,
         slots.contiguous(), stored.data, stored.page_stride, eps, *stored.arguments()[2:],
@@ -255,7 +263,8 @@ def norm_and_write(
         rotated_write(x, norm, positions, inv_freq, rows, slots, eps=eps)
         normed: torch.Tensor = rms_norm(latent, latent_norm, eps)
         return normed
-    latent, x, overlap = unit_stride(latent), unit_stride(x), overlaps(x.device)
+    overlap = overlaps(x.device) and latent_norm.stride(-1) == norm.stride(-1) == 1
+    latent, x = unit_stride(latent), unit_stride(x)
     normed = torch.empty_like(latent, memory_format=torch.contiguous_format)
     of_latent = latent.shape[1]
     _norm_and_write[(count, 2)](

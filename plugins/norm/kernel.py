@@ -18,10 +18,18 @@ from plugins.registry import OPERATORS
 
 
 @triton.jit
-def normalised(value, weight, eps, column, WIDTH: tl.constexpr):
-    """A row's `value` [PADDED], zeros beyond its WIDTH elements, in its own dtype."""
+def gains(weight, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """The norm's weight [PADDED] in float32. No launch writes one: it is loaded before a program
+    waits for the launch ahead."""
+    column = tl.arange(0, PADDED)
+    return tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normalised(value, scale, eps, WIDTH: tl.constexpr):
+    """A row's `value` [PADDED], zeros beyond its WIDTH elements, in its own dtype, times `scale`
+    [PADDED]."""
     wide = value.to(tl.float32)
-    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(wide * wide, axis=0) / WIDTH + eps))
     return (wide * inverse * scale).to(value.dtype)
 
@@ -30,12 +38,13 @@ def normalised(value, weight, eps, column, WIDTH: tl.constexpr):
 def _rms_norm(
     x, row_stride, weight, y, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr
 ):
+    scale = gains(weight, WIDTH, PADDED)
     after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     there = column < WIDTH
     value = tl.load(x + row * row_stride + column, mask=there, other=0.0)
-    tl.store(y + row * WIDTH + column, normalised(value, weight, eps, column, WIDTH), mask=there)
+    tl.store(y + row * WIDTH + column, normalised(value, scale, eps, WIDTH), mask=there)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,7 +56,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel():
         rows = unit_stride(x.reshape(-1, width))
-        block, overlap = padded(width), overlaps(x.device)
+        block = padded(width)
+        overlap = overlaps(x.device) and weight.stride(-1) == 1  # a copy of it is waited for
         _rms_norm[(rows.shape[0],)](
             rows, rows.stride(0), unit_stride(weight), y, eps, width, block, overlap,
             num_warps=max(1, min(8, block // 512)), launch_pdl=overlap,
