@@ -166,6 +166,8 @@ def test_every_metric_of_the_dashboard_exists(server: Deployment) -> None:
     shown = {sample.name for family in server.families().values() for sample in family.samples}
     assert len(queries) > 40
     assert asked <= shown
+    summed = {name for query in queries for name in re.findall(r"^sum\b[^/]*?(dsv41_\w+)", query)}
+    assert not {name for name in summed if name.endswith("_perc")}, "shares do not add up"
 
 
 def test_the_compose_file_mounts_what_is_there() -> None:
