@@ -23,19 +23,21 @@ _DECODE_WEIGHT = 2
 
 class StepBudget:
     """`max_num_tokens` rows a step. With `step_seconds` only as many beside those that decode as
-    lately ran in that time, never fewer than a replay needs, and more where others wait."""
+    lately ran in that time, and more where others wait; in all never fewer than what all places
+    and a replay need: shorter steps would be little else than what every step costs."""
 
     def __init__(self, limits: CoreLimits) -> None:
         self._most = limits.max_num_tokens
-        self._least = 2 * limits.window
+        self._least = min(limits.max_batch_size + 2 * limits.window, self._most)
         self._seconds = limits.step_seconds
-        self._beside = self._most if self._seconds is None else self._least
+        self._beside = self._most if self._seconds is None else 0
 
     def rows(self, num_decodes: int, num_waiting: int) -> int:
         """Of the next step, one for each of `num_decodes` requests that make tokens among them.
         `num_waiting` have no place yet."""
         for_waiting = _DECODE_WEIGHT * min(num_decodes, num_waiting)
-        return min(num_decodes + self._beside + for_waiting, self._most)
+        wanted = num_decodes + self._beside + for_waiting
+        return min(max(wanted, self._least), self._most)
 
     def ran(self, num_decodes: int, num_rows: int, seconds: float) -> None:
         """A step took so long. Of one that was short, only what filled the budget tells that more
@@ -46,4 +48,4 @@ class StepBudget:
         added = seconds * beside / (beside + _DECODE_WEIGHT * num_decodes)
         if added > self._seconds or num_rows >= self.rows(num_decodes, 0):
             wanted = int(beside * min(_MOST_GROWTH, self._seconds / added))
-            self._beside = min(max(wanted, self._least), self._most)
+            self._beside = min(wanted, self._most)
