@@ -1,8 +1,9 @@
 """The deployment over HTTP: the server's `generate` and `generate_stream` endpoints.
 
 `generate_stream` sends server-sent events and ends with the body; closing its connection cancels
-the request on the server. `generate` takes exactly one response, and the server does not notice
-when its connection closes: an unstreamed generation that times out runs on there to its end.
+the request on the server, which notices it once it has sent an event. `generate` takes exactly one
+response, and the server does not notice when its connection closes: an unstreamed generation that
+times out runs on there to its end.
 """
 
 from __future__ import annotations
