@@ -27,42 +27,74 @@ _EXPERT_TILE = 64
 _DEPTH = 128
 # Experts of a vector of the choice: a warp has as many lanes.
 _CHUNK = 32
+# Up to this many rows a program keeps its weights in shared memory, where they find room.
+_KEPT_ROWS = 16
 # Lines of a weight's row and part that are fetched ahead.
 _AHEAD = 16
+
+
+@triton.jit
+def _columns(
+    of_row, is_row, first, WIDTH: tl.constexpr, PART: tl.constexpr, DEPTH: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """DEPTH columns of rows from column `first` on."""
+    column = first + tl.arange(0, DEPTH)[None, :]
+    there = is_row & (column < WIDTH) if WIDTH % PART else is_row
+    return tl.load(of_row + column, mask=there, other=0.0).to(DOT)
+
+
+@triton.jit
+def _multiplied(w, x, total, WIDEN: tl.constexpr):
+    if WIDEN:
+        w, x = w.to(tl.float32), x.to(tl.float32)
+    return tl.dot(w, tl.trans(x), total, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _logits(
     u, row_stride, weight, weight_stride, parts, num_rows, num_experts, WIDTH: tl.constexpr,
     PART: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    DOT: tl.constexpr, WIDEN: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    DOT: tl.constexpr, WIDEN: tl.constexpr, KEEP: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sums [rows, experts] of the products of PART columns, a multiple of DEPTH."""
+    """Sums [rows, experts] of the products of PART columns, a multiple of DEPTH. Weights, which no
+    launch before this one writes, are on their way before that one has ended: with KEEP all of them
+    into shared memory, else AHEAD lines of each row into the L2 cache."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_expert, is_row = (expert < num_experts)[:, None], (row < num_rows)[:, None]
     of_expert = weight + expert[:, None].to(tl.int64) * weight_stride
     of_row = u + row[:, None].to(tl.int64) * row_stride
+    first = tl.program_id(2) * PART
     total = tl.zeros((EXPERTS, ROWS), tl.float32)
-    if OVERLAP and AHEAD:
-        # Weights, which no launch before this one writes: on their way into the L2 cache by then.
-        line = tl.program_id(2) * PART + tl.arange(0, AHEAD)[None, :] * (PART // AHEAD)
-        at = of_expert + tl.minimum(line, WIDTH - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    after_previous(OVERLAP)
-    for step in range(PART // DEPTH):
-        column = tl.program_id(2) * PART + step * DEPTH + tl.arange(0, DEPTH)[None, :]
-        w_there, x_there = is_expert, is_row
-        if WIDTH % PART:
-            w_there, x_there = w_there & (column < WIDTH), x_there & (column < WIDTH)
-        w = tl.load(of_expert + column, mask=w_there, other=0.0).to(DOT)
-        x = tl.load(of_row + column, mask=x_there, other=0.0).to(DOT)
-        if WIDEN:
-            w, x = w.to(tl.float32), x.to(tl.float32)
-        total = tl.dot(w, tl.trans(x), total, input_precision="tf32x3")
+    if KEEP:
+        if OVERLAP:
+            # The next launch need not wait for the weights before it is set up.
+            tl.extra.cuda.gdc_launch_dependents()
+        kept, loaded = (), ()
+        for step in tl.static_range(PART // DEPTH):
+            w = _columns(of_expert, is_expert, first + step * DEPTH, WIDTH, PART, DEPTH, DOT)
+            kept = kept + (w,)  # noqa: RUF005 (kernels know no unpacking)
+        after_previous(OVERLAP)
+        for step in tl.static_range(PART // DEPTH):
+            x = _columns(of_row, is_row, first + step * DEPTH, WIDTH, PART, DEPTH, DOT)
+            loaded = loaded + (x,)  # noqa: RUF005
+        for step in tl.static_range(PART // DEPTH):
+            total = _multiplied(kept[step], loaded[step], total, WIDEN)
+    else:
+        if OVERLAP:
+            line = first + tl.arange(0, AHEAD)[None, :] * (PART // AHEAD)
+            at = of_expert + tl.minimum(line, WIDTH - 1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        after_previous(OVERLAP)
+        for step in range(PART // DEPTH):
+            w = _columns(of_expert, is_expert, first + step * DEPTH, WIDTH, PART, DEPTH, DOT)
+            x = _columns(of_row, is_row, first + step * DEPTH, WIDTH, PART, DEPTH, DOT)
+            total = _multiplied(w, x, total, WIDEN)
     at = (tl.program_id(2).to(tl.int64) * num_rows + row)[:, None] * num_experts + expert[None, :]
     tl.store(parts + at, tl.trans(total), mask=is_row & (expert < num_experts)[None, :])
 
@@ -94,6 +126,12 @@ def _experts(chunk: tl.constexpr, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr
     return expert, is_expert
 
 
+@triton.jit
+def _bias(bias, chunk: tl.constexpr, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    expert, is_expert = _experts(chunk, NUM_EXPERTS, CHUNK)
+    return tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose(
     parts, bias, bias_image, is_image, ids, weights, num_rows, route_scale, inverse_temperature,
@@ -106,6 +144,11 @@ def _choose(
     # What is no expert, or chosen, is less than every score.
     LEAST: tl.constexpr = -(1 << 31)
     NOBODY: tl.constexpr = CHUNKS * CHUNK
+    shifts = ()
+    if PARTS > 1:
+        # Few rows: no launch writes a bias, so they need not wait for it too.
+        for c in tl.static_range(CHUNKS):
+            shifts = shifts + (_bias(bias, c, NUM_EXPERTS, CHUNK),)  # noqa: RUF005
     after_previous(OVERLAP)
     logits = ()
     for c in tl.static_range(CHUNKS):
@@ -114,16 +157,15 @@ def _choose(
         for part in tl.static_range(PARTS):
             at = (part * num_rows + row) * NUM_EXPERTS + expert
             logit += tl.load(parts + at, mask=is_expert, other=0.0)
-        logits = logits + (logit,)  # noqa: RUF005 (kernels know no unpacking)
+        logits = logits + (logit,)  # noqa: RUF005
     scores, orders = (), ()
     for c in tl.static_range(CHUNKS):
         expert, is_expert = _experts(c, NUM_EXPERTS, CHUNK)
         score = _sqrt_softplus(logits[c] * inverse_temperature)
-        shift = tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
+        shift = shifts[c] if PARTS > 1 else _bias(bias, c, NUM_EXPERTS, CHUNK)
         if IMAGES:
             of_image = tl.load(is_image + row) != 0
-            image_shift = tl.load(bias_image + expert, mask=is_expert, other=0.0).to(tl.float32)
-            shift = tl.where(of_image, image_shift, shift)
+            shift = tl.where(of_image, _bias(bias_image, c, NUM_EXPERTS, CHUNK), shift)
         # In the order of scores, NaN somewhere. A score is never −0, nor is then a sum with it.
         bits = (score + shift).to(tl.int32, bitcast=True)
         order = tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST + 1)
@@ -206,6 +248,8 @@ def mega_gate(
 
 def _part_logits(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """float32 [P, T, E]: the parts of the products of u [T, D] and weight [E, D]."""
+    # A copy of the weights would be waited for.
+    overlap = overlaps(u.device) and weight.stride(-1) == 1
     u, weight = unit_stride(u), unit_stride(weight)
     (num_rows, width), num_experts = u.shape, weight.shape[0]
     half = u.dtype == weight.dtype == torch.bfloat16
@@ -216,12 +260,14 @@ def _part_logits(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     step = depth * (_EXPERT_TILE + rows) * (2 if half else 4)
     stages = max(2, min(5 if half else 2, limits(u.device).shared_memory // step - 1))
     parts = torch.empty(programs, num_rows, num_experts, dtype=torch.float32, device=u.device)
-    overlap = overlaps(u.device)
+    # Weights of float32 would take twice the memory, and are multiplied in more steps.
+    room = part * (_EXPERT_TILE + rows) * 2
+    keep = half and num_rows <= _KEPT_ROWS and room <= limits(u.device).shared_memory
     grid = (triton.cdiv(num_experts, _EXPERT_TILE), triton.cdiv(num_rows, rows), programs)
     _logits[grid](
         u, u.stride(0), weight, weight.stride(0), parts, num_rows, num_experts, width, part,
         _EXPERT_TILE, rows, depth, tl.bfloat16 if half else tl.float32, INTERPRETED and half,
-        _AHEAD, overlap, num_warps=4, num_stages=stages, launch_pdl=overlap,
+        keep, _AHEAD, overlap, num_warps=4, num_stages=stages, launch_pdl=overlap,
     )  # fmt: skip
     return parts
 

@@ -122,7 +122,11 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         ),
         (
             "gate", gate._logits, GATE,
-            {**tile, "ROWS": 64, "AHEAD": 16, "OVERLAP": True, **DOT}, 4, 5,
+            {**tile, "ROWS": 64, "KEEP": False, "AHEAD": 16, "OVERLAP": True, **DOT}, 4, 5,
+        ),
+        (
+            "gate of few rows", gate._logits, GATE,
+            {**tile, "ROWS": 16, "KEEP": True, "AHEAD": 16, "OVERLAP": True, **DOT}, 4,
         ),
         (
             "choose", gate._choose, GATE,
