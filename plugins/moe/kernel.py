@@ -16,6 +16,7 @@ import triton.language as tl
 from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, padded
 from plugins.device.overlap import overlaps
 from plugins.moe.device_weights import FLOAT8, DeviceExperts, device_experts
+from plugins.moe.kernel_few import few_products, takes_few
 from plugins.moe.kernel_hopper import product_hopper
 from plugins.moe.kernel_product import SHARED_PARTS, down, gate_up
 from plugins.moe.kernel_route import combine, round_rows, route
@@ -54,15 +55,23 @@ class _Rounding(NamedTuple):
 
 
 def _rounding(
-    x: torch.Tensor, routed: DeviceExperts, shared: DeviceExperts, stored: int, split: int
+    x: torch.Tensor,
+    routed: DeviceExperts,
+    shared: DeviceExperts,
+    stored: int,
+    split: int,
+    *,
+    few: bool = False,
 ) -> _Rounding:
     """x [R, W], for the experts that want it rounded. Routed experts read rows before `split` (of
-    which 0 means all), shared ones those from there on."""
+    which 0 means all), shared ones those from there on. few: all of them read codes."""
     rows, width = x.shape
     as_codes = stored == FLOAT8
     end_codes = (split or rows) if as_codes else 0
     first_values = rows
-    if shared.quantized and shared.num_experts:
+    if few:
+        end_codes = rows
+    elif shared.quantized and shared.num_experts:
         first_values = split
     if routed.quantized and not as_codes:
         first_values = 0
@@ -215,12 +224,14 @@ def _run(
     chunk = min(4096, padded(pairs))
     launch = _launch(device)
     formats = routed.gate_up, shared.gate_up
-    of_rows = _rounding(u, routed, shared, formats[0].stored, 0)
+    few = takes_few(u, routed, shared)
+    of_rows = _rounding(u, routed, shared, formats[0].stored, 0, few=few)
     x = of_rows.rows
     route[(hit + of_rows.programs,)](
         ids, pairs, routed.num_experts, hit, segments, num_segments, order, places,
-        *of_rows.arguments, padded(routed.num_experts + 1), chunk, segment, **of_rows.constants,
-        num_warps=8 if chunk > 1024 else max(4, of_rows.warps), **launch,
+        *of_rows.arguments, padded(routed.num_experts + 1), chunk, segment,
+        LATE=few, **of_rows.constants, **launch,
+        num_warps=8 if chunk > 1024 else max(4, of_rows.warps),
     )  # fmt: skip
 
     shared_tile = min(most_shared_rows(row_tile), padded(rows))
@@ -241,7 +252,13 @@ def _run(
         "ROWS": row_tile, "SHARED_ROWS": shared_tile, "SHARED": num_shared,
         "WIDTH": width, "INTER": inter,
     }  # fmt: skip
-    if hopper is None:
+    places_of = segments, order
+    if few:
+        few_products(
+            (x.codes, x.powers), ids, places_of, weights, (routed, shared), activation, limit,
+            matrices=2,
+        )  # fmt: skip
+    elif hopper is None:
         grid = (blocks, triton.cdiv(inter, _TILES[0]), num_shared * SHARED_PARTS.value + hit)
         gate_up[grid](
             x.values, x.shared, x.codes, x.powers, segments, order, weights,
@@ -259,9 +276,14 @@ def _run(
         )  # fmt: skip
 
     formats = routed.down, shared.down
-    a = _round(_rounding(activation, routed, shared, formats[0].stored, pairs), device)
+    rounding = _rounding(activation, routed, shared, formats[0].stored, pairs, few=few)
+    a = _round(rounding, device)
     y = torch.empty(pairs + shared.num_experts * rows, width, dtype=torch.float32, device=device)
-    if hopper is None:
+    if few:
+        few_products(
+            (a.codes, a.powers), ids, places_of, weights, (routed, shared), y, limit, matrices=1
+        )
+    elif hopper is None:
         grid = (blocks, triton.cdiv(width, _TILES[1]), num_shared * SHARED_PARTS.value + hit)
         down[grid](
             a.values, a.shared, a.codes, a.powers, segments,

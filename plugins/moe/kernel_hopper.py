@@ -20,27 +20,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language import PropagateNan
 
 from plugins.moe.kernel_hopper_operand import (
     decoded,
     groups,
     operand,
-    stored,
     sums,
     tables,
     words_layout,
 )
+from plugins.moe.kernel_hopper_tile import largest_of, line, output_of, rows_of, store
 
-_ALL = gl.constexpr(PropagateNan.ALL)
-_TOP = gl.constexpr(6)  # as in kernel_float8.py
 # Registers of a thread that copies.
 _COPYING = gl.constexpr(56)
-
-
-@gluon.constexpr_function
-def _line(warps):
-    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.jit
@@ -124,91 +116,10 @@ def _multiply(
 
 
 @gluon.jit
-def _scaled(total, exponent, power):
-    """Sums [N, ROWS] times 2^(exponent − 127 − TOP) of their rows, in two factors that are normal
-    numbers, and the powers of their columns."""
-    half = exponent >> 1
-    factor = (half << 23).to(gl.float32, bitcast=True)
-    rest = ((exponent - half - _TOP + 127) << 23).to(gl.float32, bitcast=True)
-    return total * gl.expand_dims(-factor, 1) * (gl.expand_dims(rest, 1) * gl.expand_dims(power, 0))
-
-
-@gluon.jit
-def _store(
-    total, power, weight, from_row, start, count, first, expert, exponents, result, limit,
-    OUTPUTS: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Results of `total` [N, ROWS], of outputs `first` on, for rows from_row on of a segment."""
-    N: gl.constexpr = total.shape[0]
-    ROWS: gl.constexpr = total.shape[1]
-    EACH: gl.constexpr = N // (8 * WARPS * MATRICES)
-    total = gl.permute(total.reshape([N // (16 * WARPS), WARPS, 2, 8, ROWS]), (1, 3, 0, 2, 4))
-    total = gl.permute(total.reshape([8 * WARPS, MATRICES, EACH, ROWS]), (0, 2, 1, 3))
-    total = total.reshape([N, ROWS])
-    place = gl.arange(0, N, layout=gl.SliceLayout(1, total.type.layout))
-    output = gl.minimum(first + place // MATRICES, OUTPUTS - 1)
-    largest = exponents + (expert * MATRICES + place % MATRICES) * OUTPUTS + output
-    power = gl.convert_layout(power, gl.SliceLayout(0, total.type.layout))
-    value = _scaled(total, gl.load(largest).to(gl.int32), power)
-    LAYOUT: gl.constexpr = stored(EACH, ROWS, WARPS)
-    if MATRICES == 2:
-        gate, linear = gl.split(gl.permute(value.reshape([N // 2, 2, ROWS]), (0, 2, 1)))
-        gate = gl.minimum(gate, limit, propagate_nan=_ALL)
-        linear = gl.minimum(linear, limit, propagate_nan=_ALL)
-        linear = gl.maximum(linear, -limit, propagate_nan=_ALL)
-        inverse = gl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp(-gate)],
-            dtype=gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        value = gl.convert_layout(gate * inverse * linear, LAYOUT)
-        value *= gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(0, LAYOUT)), 0)
-    else:
-        value = gl.convert_layout(value, LAYOUT)
-    row = from_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
-    output = first + gl.arange(0, N // MATRICES, layout=gl.SliceLayout(1, LAYOUT))
-    at = gl.expand_dims((start + row).to(gl.int64) * OUTPUTS, 0) + gl.expand_dims(output, 1)
-    there = gl.expand_dims(row < count, 0) & gl.expand_dims(output < OUTPUTS, 1)
-    gl.store(result + at, value.to(result.dtype.element_ty), mask=there)
-
-
-@gluon.jit
 def _segment(segments, item, end, TILES: gl.constexpr):
     """Expert, first place and number of rows of an item, or of the last one."""
     at = segments + gl.minimum(item, end - 1) // TILES * 3
     return gl.load(at), gl.load(at + 1), gl.load(at + 2)
-
-
-@gluon.jit
-def _largest(
-    exponents, expert, item, end, N: gl.constexpr, OUTPUTS: gl.constexpr, MATRICES: gl.constexpr,
-    TILES: gl.constexpr, LAYOUT: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """The largest scale byte [N] of each loaded row of an item."""
-    place = gl.arange(0, N, layout=LAYOUT)
-    output = gl.minimum(item, end - 1) % TILES * (N // MATRICES) + _output(
-        place, N, MATRICES, WARPS
-    )
-    matrix = place // (N // MATRICES)
-    at = (expert * MATRICES + matrix) * OUTPUTS + gl.minimum(output, OUTPUTS - 1)
-    return gl.load(exponents + at)
-
-
-@gluon.jit
-def _output(place, N: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexpr):
-    """Of rows in the order in which they are loaded, matrix by matrix, the output: so that a thread
-    holds outputs that lie side by side, and both matrices' sums of each."""
-    ROUND: gl.constexpr = 8 * WARPS
-    return place % ROUND * (N // (ROUND * MATRICES)) + place % (N // MATRICES) // ROUND
-
-
-@gluon.jit
-def _rows_of(order, start, count, FROM: gl.constexpr, SIZE: gl.constexpr, MATRICES: gl.constexpr,
-             LAYOUT: gl.constexpr):  # fmt: skip
-    """Pairs [SIZE] of a segment, or their places."""
-    row = start + gl.minimum(FROM + gl.arange(0, SIZE, layout=LAYOUT), count - 1)
-    if MATRICES == 2:
-        row = gl.load(order + row)
-    return row
 
 
 @gluon.jit
@@ -225,15 +136,15 @@ def _multiply_tiles(
     OTHER: gl.constexpr = more_rows.shape[1]
     TILES: gl.constexpr = (OUTPUTS + N // MATRICES - 1) // (N // MATRICES)
     SCALES: gl.constexpr = gl.SliceLayout(1, groups(WARPS))
-    LINE: gl.constexpr = _line(WARPS)
+    LINE: gl.constexpr = line(WARPS)
     end = gl.load(num_segments) * TILES
     step = gl.num_programs(0)
     item = gl.program_id(0)
     expert, start, count = _segment(segments, item, end, TILES)
     next_expert, next_start, next_count = _segment(segments, item + step, end, TILES)
-    top = _largest(exponents, expert, item, end, N, OUTPUTS, MATRICES, TILES, SCALES, WARPS)
-    row = _rows_of(order, start, count, 0, ROWS, MATRICES, LINE)
-    other_row = _rows_of(order, start, count, ROWS, OTHER, MATRICES, LINE)
+    top = largest_of(exponents, expert, item, end, N, OUTPUTS, MATRICES, TILES, SCALES, WARPS)
+    row = rows_of(order, start, count, 0, ROWS, MATRICES, LINE)
+    other_row = rows_of(order, start, count, ROWS, OTHER, MATRICES, LINE)
     done = 0
     for at in range(item, end, step):
         power, other_power = gl.load(powers + row // TOP_K), gl.load(powers + other_row // TOP_K)
@@ -241,9 +152,9 @@ def _multiply_tiles(
         if MATRICES == 2:
             weight = gl.load(weights + row).to(gl.float32)
             other_weight = gl.load(weights + other_row).to(gl.float32)
-        row = _rows_of(order, next_start, next_count, 0, ROWS, MATRICES, LINE)
-        other_row = _rows_of(order, next_start, next_count, ROWS, OTHER, MATRICES, LINE)
-        next_top = _largest(
+        row = rows_of(order, next_start, next_count, 0, ROWS, MATRICES, LINE)
+        other_row = rows_of(order, next_start, next_count, ROWS, OTHER, MATRICES, LINE)
+        next_top = largest_of(
             exponents, next_expert, at + step, end, N, OUTPUTS, MATRICES, TILES, SCALES, WARPS
         )
         far_expert, far_start, far_count = _segment(segments, at + 2 * step, end, TILES)
@@ -253,12 +164,12 @@ def _multiply_tiles(
         )  # fmt: skip
         done += COLUMNS // 128
         first = at % TILES * (N // MATRICES)
-        _store(
+        store(
             total, power, weight, 0, start, count, first, expert, exponents, result, limit,
             OUTPUTS, MATRICES, WARPS,
         )  # fmt: skip
         if OTHER != ROWS:
-            _store(
+            store(
                 other, other_power, other_weight, ROWS, start, count, first, expert, exponents,
                 result, limit, OUTPUTS, MATRICES, WARPS,
             )  # fmt: skip
@@ -310,17 +221,17 @@ def _copy_tiles(
             other_scale = gl.multiple_of(gl.load(address + 4).to(WORD), 16)
         first = item % TILES * HALF
         place = gl.arange(0, HALF, layout=gl.SliceLayout(1, WORDS))
-        row = gl.minimum(first + _output(place, N, MATRICES, WARPS), OUTPUTS - 1)
+        row = gl.minimum(first + output_of(place, N, MATRICES, WARPS), OUTPUTS - 1)
         word = gl.arange(0, LENGTH, layout=gl.SliceLayout(0, WORDS))
         code_row = gl.expand_dims(row * (COLUMNS // 8), 1) + gl.expand_dims(word, 0)
         place = gl.arange(0, HALF, layout=gl.SliceLayout(1, PAIR))
-        row = gl.minimum(first + _output(place, N, MATRICES, WARPS), OUTPUTS - 1)
+        row = gl.minimum(first + output_of(place, N, MATRICES, WARPS), OUTPUTS - 1)
         word = gl.arange(0, 2, layout=gl.SliceLayout(0, PAIR))
         scale_row = gl.expand_dims(row * (COLUMNS // 128), 1) + gl.expand_dims(word, 0)
         byte = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, BYTES)), 0)
-        row = _rows_of(order, start, count, 0, ROWS, MATRICES, OF_BYTES)
+        row = rows_of(order, start, count, 0, ROWS, MATRICES, OF_BYTES)
         x_row = gl.expand_dims(row // TOP_K * COLUMNS, 1) + byte
-        row = _rows_of(order, start, count, ROWS, OTHER, MATRICES, OF_BYTES)
+        row = rows_of(order, start, count, ROWS, OTHER, MATRICES, OF_BYTES)
         other_x_row = gl.expand_dims(row // TOP_K * COLUMNS, 1) + byte
         for step in range(COLUMNS // 128):
             stage = (done + step) % STAGES

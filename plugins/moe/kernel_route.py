@@ -150,16 +150,22 @@ def route(
     x, row_stride, rounded, codes, powers, first_values, end_codes,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    CODES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
+    CODES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Program i of the first num_groups groups the pairs of the i-th expert that any row chose;
     every other one rounds a row, as round_rows.
+
+    LATE: the next launch begins when ids are known, not before.
 
     segments int32 [num_groups, 3]: the expert, its first place and its number of pairs, 0 where
     fewer experts were chosen. With MOST, int32 [num_segments, 3]: an expert's pairs in segments of
     no more than so many. order int32: the pair at a place; places int32: the place of a pair.
     """
-    after_previous(OVERLAP)
+    if not (OVERLAP and LATE):
+        after_previous(OVERLAP)
+    else:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0)
     if index < num_groups:
         _group(

@@ -15,6 +15,7 @@ from plugins.mega_mhc.kernel_finish import finish
 from plugins.mega_mhc.kernel_hopper import streams_hopper
 from plugins.mega_mhc.kernel_pass import stack, streams_pass
 from plugins.moe import kernel as moe
+from plugins.moe import kernel_few
 from plugins.moe import kernel_hopper as hopper
 from plugins.moe import kernel_product as product
 from plugins.moe import kernel_route as routing
@@ -79,6 +80,17 @@ def hopper_experts(pairs: int, matrices: int) -> tuple[Any, ...]:
     return hopper.product_hopper, arguments, constants, moe.hopper_tile(pairs).warps
 
 
+def few_experts(matrices: int, stored: int) -> tuple[Any, ...]:
+    """Of a few tokens; a shared expert is `stored` as a number of plugins/device/weights.py."""
+    _, arguments, constants, _ = hopper_experts(64, matrices)
+    constants = {n: x for n, x in constants.items() if n in ("TOP_K", "COLUMNS", "OUTPUTS")}
+    constants |= {
+        "MATRICES": matrices, "SHARED": 1, "SHARED_STORED": stored,
+        "ROWS": kernel_few.FEW_ROWS, **kernel_few.TILE.constants(),
+    }  # fmt: skip
+    return kernel_few.product_few, arguments, constants, kernel_few.WARPS
+
+
 def streams(rows: int, **more: Any) -> tuple[Any, ...]:
     """The pass over the streams as a launch for `rows` makes it."""
     size = mhc.launch(rows, wide=False)
@@ -110,9 +122,11 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
         ("experts up, many rows", *hopper_experts(512, 2)),
         ("experts down, some rows", *hopper_experts(64, 1)),
+        ("experts up, few rows", *few_experts(2, 0)),
+        ("experts down, few rows", *few_experts(1, 1)),
         (
             "route", routing.route, {**EXPERTS, "codes": "*fp8e4nv"},
-            {"EXPERTS": 512, "CHUNK": 4096, "MOST": 128, **rounded}, 8,
+            {"EXPERTS": 512, "CHUNK": 4096, "MOST": 128, "LATE": False, **rounded}, 8,
         ),
         ("round rows", routing.round_rows, {**EXPERTS, "codes": "*fp8e4nv"}, rounded, 8),
         (

@@ -19,10 +19,11 @@ from plugins.moe.cases import CASES, MoeCase
 
 kernel = load_kernel("moe")
 # Where the operator's module loads, so do its others.
-NAMES = ("device_weights", "kernel_float8", "kernel_product", "kernel_route", "kernel_shared")
-device_weights, kernel_float8, kernel_product, kernel_route, kernel_shared = (
+NAMES = ("device_weights", "kernel_few", "kernel_float8", "kernel_product", "kernel_route")
+device_weights, kernel_few, kernel_float8, kernel_product, kernel_route = (
     importlib.import_module(f"plugins.moe.{name}") for name in NAMES
 )
+kernel_shared = importlib.import_module("plugins.moe.kernel_shared")
 
 QUANTIZERS: dict[str, Callable] = {
     "fp4": quantize_fp4_rows,
@@ -223,6 +224,43 @@ def test_many_rows_of_an_expert(rows: int, width: int) -> None:
     assert torch.equal(poisoned[others], whole[others])
 
 
+@pytest.mark.parametrize("stored", ["fp8", "mxfp8", None])
+@pytest.mark.parametrize("rows", [1, 6, 8])
+def test_few_tokens(rows: int, stored: str | None) -> None:
+    """On compute capability 9.0 by kernel_few.py. A token's bits are those that it has alone."""
+    dtype, hidden, inter = torch.bfloat16, *((512, 1280) if DEVICE == "cuda" else (256, 256))
+    of = experts(7, hidden, inter, "fp4", dtype, spread=5)
+    shared = _no_experts(hidden, inter, dtype)
+    if stored is not None:
+        shared = experts(1, hidden, inter, stored, dtype)
+    draw = torch.Generator().manual_seed(rows)
+    operands = on_device(
+        {
+            "u": torch.randn(rows, hidden, generator=draw).to(dtype),
+            "ids": torch.rand(rows, 7, generator=draw).argsort(1)[:, :3],
+            "weights": torch.rand(rows, 3, generator=draw),
+            "routed": of,
+            "shared": shared,
+            "swiglu_limit": 10.0,
+        }
+    )
+    on_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    known = (device_weights.device_experts(operands[name], dtype) for name in ("routed", "shared"))
+    assert kernel_few.takes_few(operands["u"], *known) == on_hopper
+    whole = kernel.moe(**operands)
+    assert relative(whole, in_float64(operands)) < 4e-2
+    if not on_hopper:
+        return
+    assert torch.equal(kernel.moe(**operands), whole)
+    for row in range(rows):
+        one = {name: operands[name][row : row + 1] for name in ("u", "ids", "weights")}
+        assert torch.equal(kernel.moe(**{**operands, **one}), whole[row : row + 1])
+    operands["u"][0, 5] = torch.nan
+    poisoned = kernel.moe(**operands)
+    assert poisoned[0].isnan().all()
+    assert torch.equal(poisoned[1:], whole[1:])
+
+
 def test_without_shared_experts() -> None:
     operands = MoeCase("no shared", 4, 64, 32, 4, 2).operands(torch.float32)
     operands["shared"] = _no_experts(64, 32, torch.float32)
@@ -250,7 +288,7 @@ def test_pairs_are_grouped_by_expert(rows: int, spread: str) -> None:
         x = torch.zeros(1, 128, device=DEVICE)
         kernel_route.route[(hit,)](
             on_device, pairs, count, hit, segments, number, order, places, x, 128, x, x, x, 0, 0,
-            16, 16, most, 128, 128, 0, False, False, False, False,
+            16, 16, most, 128, 128, 0, False, False, False, False, False,
         )  # fmt: skip
 
     route(segments, 0)
