@@ -8,7 +8,6 @@ folder, so a running server's files are never overwritten and its paths hold no 
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -29,9 +28,10 @@ except ModuleNotFoundError as error:
     sys.exit(missing.sentence(error))
 
 PACKAGE = "nvidia-pytriton==0.7.0"
-# Loading it prints the version of the library that the stub would load.
-_PRINT_LIBPYTHON = """
-import ctypes, sys
+# Run as the stub runs Python, without PYTHONPATH: its NumPy, and the version of its libpython.
+_PRINT_VERSIONS = """
+import ctypes, importlib.metadata, sys
+print(importlib.metadata.version("numpy"))
 library = ctypes.CDLL(sys.argv[1])
 library.Py_GetVersion.restype = ctypes.c_char_p
 print(library.Py_GetVersion().decode())
@@ -73,13 +73,7 @@ class ServerFiles:
                     f"expected {path} in the package that brings the Triton server, found none; "
                     f"install it again with pip install --no-deps {PACKAGE}"
                 )
-        numpy = importlib.metadata.version("numpy")
-        if int(numpy.split(".")[0]) >= 2:
-            raise HostError(
-                f"expected NumPy below 2, got {numpy}: this server's Python stub crashes with it; "
-                "install numpy==1.26.4"
-            )
-        _check_libpython(files.environment())
+        _check_interpreter(files.environment())
         return files
 
     def link(self, folder: Path) -> None:
@@ -94,7 +88,7 @@ class ServerFiles:
         """This process's environment, and what the server and its stub need.
 
         The stub finds its interpreter through PATH and must load that very interpreter's
-        libpython; it imports the code that this process runs.
+        libpython; the repository's model.py imports the code that this process runs.
         """
         library_path = [str(self.libraries)]
         folder = sysconfig.get_config_var("LIBDIR")
@@ -111,23 +105,29 @@ def _libpython_name() -> str:
     return f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
 
 
-def _check_libpython(environment: dict[str, str]) -> None:
-    """Raises HostError when the stub would find no libpython, or that of another interpreter."""
+def _check_interpreter(environment: dict[str, str]) -> None:
+    """Raises HostError when the stub would crash on its NumPy, and when it would find no libpython
+    or that of another interpreter."""
     name = _libpython_name()
     found = subprocess.run(
-        [sys.executable, "-I", "-c", _PRINT_LIBPYTHON, name],
+        [sys.executable, "-I", "-c", _PRINT_VERSIONS, name],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
+    numpy, _, version = found.stdout.strip().partition("\n")
+    if numpy and int(numpy.split(".")[0]) >= 2:
+        raise HostError(
+            f"expected NumPy below 2 in this Python's own packages, got {numpy}: the server's "
+            "Python stub crashes with it; install numpy==1.26.4 there (PYTHONPATH comes too late)"
+        )
     package = name.removesuffix(".so.1.0")
     if found.returncode != 0:
         raise HostError(
             f"expected the shared library {name} of this Python, found none; install the "
             f"system package {package}, or use a Python built with --enable-shared"
         )
-    version = found.stdout.strip()
     if version != sys.version.strip():
         raise HostError(
             f"expected {name} of this Python ({sys.version}), found that of another ({version}); "

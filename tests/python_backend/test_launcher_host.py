@@ -157,9 +157,31 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_numpy_that_crashes_the_stub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.importlib.metadata, "version", lambda _: "2.1.3")
-    with pytest.raises(HostError, match=r"expected NumPy below 2, got 2\.1\.3"):
+    """Asked of a child without PYTHONPATH, as the stub is."""
+    asks = files._PRINT_VERSIONS
+    assert 'importlib.metadata.version("numpy")' in asks
+    monkeypatch.setattr(
+        files, "_PRINT_VERSIONS", asks.replace('importlib.metadata.version("numpy")', "'2.1.3'")
+    )
+    with pytest.raises(HostError, match=r"expected NumPy below 2 .*, got 2\.1\.3"):
         ServerFiles.find()
+
+
+def test_the_stub_runs_the_code_on_the_search_path(tmp_path: Path) -> None:
+    """In a Python that leaves PYTHONPATH out, as the stub's does, and has the project installed."""
+    package = tmp_path / "python_backend"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "triton_model.py").write_text("TritonPythonModel = 'of the search path'\n")
+    model = Path(__file__).resolve().parents[2] / "model_repository/deepseek_v41/1/model.py"
+    shown = "import runpy, sys; print(runpy.run_path(sys.argv[1])['TritonPythonModel'])"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", shown, str(model)],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "of the search path\n", done.stderr
 
 
 def test_search_paths_of_the_operator_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
