@@ -26,6 +26,7 @@ from plugins.device.numbers import (
     e4m3_scale,
     e8m0_scale,
 )
+from plugins.device.overlap import after_previous, overlaps
 from plugins.engram.layout import EngramLayout
 from plugins.formats.mxfp8 import MxFp8
 from plugins.formats.nvfp4 import NvFp4
@@ -37,8 +38,8 @@ VALUES = tl.constexpr(0)
 MXFP8 = tl.constexpr(1)
 NVFP4 = tl.constexpr(2)
 _TOKENS = 32
-# From 32 times so many table rows on, a program has more of them.
-_MANY_ROWS = 512
+# Of a program: with four, programs that wait crowd out those of the launch before.
+_TABLE_ROWS = 8
 _GATE_TILE = 1024
 _SQRT_FLOOR = tl.constexpr(1e-6)
 
@@ -80,9 +81,10 @@ def _rows(
 def _lookup(
     data, rows, memory, count, factor,
     ROW: tl.constexpr, STORED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, FLOAT8: tl.constexpr,
+    ROWS: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS table rows; ROW is their distance, so that the compiler knows how they are aligned."""
+    after_previous(OVERLAP)
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(rows + index, mask=index < count, other=-1)
     there = slot >= 0
@@ -246,11 +248,11 @@ def engram_lookup(table: RowStore, rows: torch.Tensor, dtype: torch.dtype) -> to
     width, count = table.width, rows.numel()
     memory = torch.empty(rows.shape[0], rows.shape[1] * width, dtype=dtype, device=rows.device)
     if count:
-        of_program = 4 if count < 32 * _MANY_ROWS else 16
-        _lookup[(triton.cdiv(count, of_program),)](
+        overlap = overlaps(rows.device)
+        _lookup[(triton.cdiv(count, _TABLE_ROWS),)](
             found.data, rows.contiguous(), memory, count, found.factor,
-            found.row_stride, found.stored, width, padded(width, 32), of_program,
-            limits(rows.device).float8 and not INTERPRETED,
+            found.row_stride, found.stored, width, padded(width, 32), _TABLE_ROWS,
+            limits(rows.device).float8 and not INTERPRETED, overlap, launch_pdl=overlap,
         )  # fmt: skip
     return memory
 

@@ -161,7 +161,7 @@ def row_kernels() -> Kernels:
 
 
 def engram_kernels(device: Limits) -> Kernels:
-    row = {"WIDTH": 256, "PADDED": 256, "ROWS": 4, "FLOAT8": device.float8}
+    row = {"WIDTH": 256, "PADDED": 256, "ROWS": 8, "FLOAT8": device.float8, "OVERLAP": True}
     return [
         (
             "engram hash", engram._rows, ENGRAM,

@@ -90,8 +90,7 @@ def test_rows_are_their_records(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours.cpu().float(), expected.flatten(1), rtol=rtol, atol=0)
 
 
-def test_many_rows_and_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_MANY_ROWS", 1)
+def test_many_rows_and_rows_apart() -> None:
     layout = engram_record(32)
     data = records(layout, 600)
     wide = torch.full((600, layout.bytes_per_row + 7), 0xFF, dtype=torch.uint8, device=DEVICE)
@@ -167,9 +166,8 @@ def test_gate(case: InjectCase, dtype: torch.dtype) -> None:
         assert torch.equal(ours.cpu()[dead], operands["streams"][dead])
 
 
-def test_gate_of_strided_operands_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_of_strided_operands_and_many_rows() -> None:
     """As the network hands them over: keys and value are parts of one projection."""
-    monkeypatch.setattr(kernel, "_MANY_ROWS", 10)
     operands = moved(InjectCase("", 11, 2, 40, dead=0.3).operands(torch.float32))
     whole = torch.cat([operands["keys"].flatten(1), operands["value"]], 1)
     keys, value = whole.split([80, 40], 1)
