@@ -27,6 +27,7 @@ from plugins.device.launch import (
 from plugins.device.rotation import cos_sin
 from plugins.device.rows import NVFP4, NVFP4_WORDS, device_rows, load_rows
 from plugins.mega_attention import kernel_hopper as hopper
+from plugins.mega_attention import kernel_hopper_few as few
 from plugins.registry import OPERATORS
 
 if TYPE_CHECKING:
@@ -320,6 +321,12 @@ def mega_attention(
         entry_slots, entry_slots.stride(0), main_keys,
     )  # fmt: skip
     by_warp_groups = hopper.takes(q, window_rows, main_rows if has_main else None)
+    if by_warp_groups and rows <= few.MOST_ROWS:
+        few.attend_few(
+            q, positions, inv_freq, sink, o, scale,
+            window_rows.arguments()[:-1], main_rows.arguments()[:-1], slots,
+        )  # fmt: skip
+        return o
     if by_warp_groups:
         cut = hopper.cut(rows, window_slots.shape[1], main_keys)
         parts, split = cut.parts, cut.split

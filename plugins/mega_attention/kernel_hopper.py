@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from plugins.device.launch import limits
 from plugins.device.rows import MXFP8, NVFP4_WORDS, DeviceRows
 from plugins.mega_attention.kernel_hopper_decode import decode_tiles, share
+from plugins.mega_attention.kernel_hopper_queries import angles, keep_heads, load_heads, turn_pairs
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 WIDTH, HEADS, TILE = 512, 64, 64
@@ -33,59 +34,6 @@ WIDTH, HEADS, TILE = 512, 64, 64
 CHUNKS = ((13, 64), (26, 128), (66, 320))
 # Keys that a part of 320 has from the window, the rest being entries.
 _WINDOW = 128
-
-
-@gluon.jit
-def _angles(position, inv_freq, turn, WIDTH: gl.constexpr, ROTATED: gl.constexpr):
-    """cos and sin of every pair, 1 and 0 for those that do not turn, into `turn` [2, WIDTH / 2];
-    see plugins/device/rotation.py."""
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    FIRST: gl.constexpr = (WIDTH - ROTATED) // 2
-    one = gl.full([WIDTH // 2], 1.0, gl.float32, layout=LINE)
-    turn.index(0).store(one)
-    turn.index(1).store(one * 0.0)
-    frequency = gl.load(inv_freq + gl.arange(0, ROTATED // 2, layout=LINE))
-    turns = position.to(gl.float64) * frequency * 0.15915494309189535
-    angle = ((turns - gl.floor(turns + 0.5)) * 6.283185307179586).to(gl.float32)
-    gl.thread_barrier()
-    turn.index(0).slice(FIRST, ROTATED // 2).store(gl.cos(angle))
-    turn.index(1).slice(FIRST, ROTATED // 2).store(gl.sin(angle))
-    gl.thread_barrier()
-
-
-@gluon.jit
-def _load_heads(
-    q_row, head_stride, FIRST: gl.constexpr, N: gl.constexpr, H: gl.constexpr, WIDTH: gl.constexpr
-):
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    head = FIRST + gl.arange(0, N, layout=gl.SliceLayout(1, WHOLE))
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WHOLE))
-    at = q_row + head[:, None] * head_stride + column[None, :]
-    return gl.load(at, mask=(head < H)[:, None], other=0.0)
-
-
-@gluon.jit
-def _turn(x, turn, SIGN: gl.constexpr):
-    """float32 [N, pairs, 2] turned by the angles in `turn`, backwards with SIGN −1, as bfloat16."""
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4, 2], [1, 32, 1], [8, 1, 1], [2, 1, 0])
-    HALVES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
-    even, odd = gl.split(gl.convert_layout(x, PAIRS))
-    even = gl.convert_layout(even, HALVES)
-    odd = gl.convert_layout(odd, HALVES)
-    cos = turn.index(0).load(gl.SliceLayout(0, HALVES))[None, :]
-    sin = turn.index(1).load(gl.SliceLayout(0, HALVES))[None, :] * SIGN
-    return gl.join(
-        (even * cos - odd * sin).to(gl.bfloat16), (even * sin + odd * cos).to(gl.bfloat16)
-    )
-
-
-@gluon.jit
-def _keep_heads(query, x, turn, WIDTH: gl.constexpr):
-    """Rotated queries [N, WIDTH] into shared memory, in the order of a kept row."""
-    N: gl.constexpr = x.shape[0]
-    x = _turn(x.to(gl.float32).reshape([N, WIDTH // 2, 2]), turn, 1.0)
-    x = x.reshape([N, WIDTH // 32, 4, 2, 2, 2]).permute([0, 2, 1, 4, 5, 3])
-    query.store(x.reshape([N, WIDTH]))
 
 
 @gluon.jit
@@ -108,11 +56,11 @@ def _multiply_tiles(
             item, num_parts, window_keys, main_keys, window_chunk, chunk, lead
         )
         tiles = gl.cdiv(window_end - window_first, TILE) + gl.cdiv(main_end - main_first, TILE)
-        x0 = _load_heads(q + row * row_stride, head_stride, 0, HALF, H, WIDTH)
-        x1 = _load_heads(q + row * row_stride, head_stride, HALF, HALF, H, WIDTH)
-        _angles(gl.load(positions + row), inv_freq, turn, WIDTH, ROTATED)
-        _keep_heads(query.slice(0, HALF), x0, turn, WIDTH)
-        _keep_heads(query.slice(HALF, HALF), x1, turn, WIDTH)
+        x0 = load_heads(q + row * row_stride, head_stride, 0, HALF, H, WIDTH)
+        x1 = load_heads(q + row * row_stride, head_stride, HALF, HALF, H, WIDTH)
+        angles(gl.load(positions + row), inv_freq, turn, WIDTH, ROTATED)
+        keep_heads(query.slice(0, HALF), x0, turn, WIDTH)
+        keep_heads(query.slice(HALF, HALF), x1, turn, WIDTH)
         fence_async_shared()
         gl.thread_barrier()
         head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, SCORES))
@@ -183,7 +131,7 @@ def _multiply_tiles(
             inverse = 256.0 / gl.where(whole > 0, whole, 1.0)
             x = out * gl.convert_layout(inverse, OF_SUM)[:, None]
             x = x.reshape([HEADS, 4, WIDTH // 32, 2, 2, 2]).permute([0, 2, 1, 5, 3, 4])
-            x = _turn(x.reshape([HEADS, WIDTH // 2, 2]), turn, -1.0).reshape([HEADS, WIDTH])
+            x = turn_pairs(x.reshape([HEADS, WIDTH // 2, 2]), turn, -1.0).reshape([HEADS, WIDTH])
             WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
             row_head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, WHOLE))
             column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WHOLE))

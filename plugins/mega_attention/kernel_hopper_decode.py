@@ -87,14 +87,14 @@ def _in_order(v0, v1, v2, v3, N: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _load_slots(slots, first, end, N: gl.constexpr, layout: gl.constexpr):
+def load_slots(slots, first, end, N: gl.constexpr, layout: gl.constexpr):
     """Slots first to first + N, int32: the low words of int64; −1 from `end` on."""
     key = first + gl.arange(0, N, layout=layout)
     return gl.load(slots + 2 * key, mask=key < end, other=-1)
 
 
 @gluon.jit
-def _load_codes(
+def load_codes(
     data, slots, page_stride, ROWS: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
     WIDTH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def _e4m3_scale(byte):
 
 
 @gluon.jit
-def _decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr):
+def decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr):
     """bfloat16 rows [N, WIDTH], 2^−8 of their values, exactly, in the order of a kept row."""
     if codes.shape[1] * 4 == WIDTH:
         scale = gl.where(scales == 0, 0x00400000, scales << 23).to(gl.float32, bitcast=True)
@@ -159,7 +159,7 @@ def _decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr):
 def _keep(rows, bias, codes, scales, slots, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Decode into rows FIRST and on of a tile; `bias` is what their scores get added, −∞ at −1."""
     N: gl.constexpr = codes.shape[0]
-    rows.slice(FIRST, N).store(_decode(codes, scales, N, WIDTH))
+    rows.slice(FIRST, N).store(decode(codes, scales, N, WIDTH))
     bias.slice(FIRST, N).store(gl.where(slots >= 0, 0.0, float("-inf")))
 
 
@@ -197,22 +197,22 @@ def decode_tiles(
         )
         window_slots = all_window_slots + 2 * row * window_stride
         main_slots = all_main_slots + 2 * row * main_stride
-        w0 = _load_slots(window_slots, window_first, window_end, N, WINDOW)
-        w1 = _load_slots(window_slots, window_first + N, window_end, N, WINDOW)
-        w2 = _load_slots(window_slots, window_first + 2 * N, window_end, N, WINDOW)
-        w3 = _load_slots(window_slots, window_first + 3 * N, window_end, N, WINDOW)
-        m0 = _load_slots(main_slots, main_first, main_end, N, MAIN)
-        m1 = _load_slots(main_slots, main_first + N, main_end, N, MAIN)
-        m2 = _load_slots(main_slots, main_first + 2 * N, main_end, N, MAIN)
-        m3 = _load_slots(main_slots, main_first + 3 * N, main_end, N, MAIN)
-        c0, s0 = _load_codes(main, m0, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-        c1, s1 = _load_codes(main, m1, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-        c2, s2 = _load_codes(main, m2, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-        c3, s3 = _load_codes(main, m3, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-        n0 = _load_slots(main_slots, main_first + TILE, main_end, N, MAIN)
-        n1 = _load_slots(main_slots, main_first + TILE + N, main_end, N, MAIN)
-        n2 = _load_slots(main_slots, main_first + TILE + 2 * N, main_end, N, MAIN)
-        n3 = _load_slots(main_slots, main_first + TILE + 3 * N, main_end, N, MAIN)
+        w0 = load_slots(window_slots, window_first, window_end, N, WINDOW)
+        w1 = load_slots(window_slots, window_first + N, window_end, N, WINDOW)
+        w2 = load_slots(window_slots, window_first + 2 * N, window_end, N, WINDOW)
+        w3 = load_slots(window_slots, window_first + 3 * N, window_end, N, WINDOW)
+        m0 = load_slots(main_slots, main_first, main_end, N, MAIN)
+        m1 = load_slots(main_slots, main_first + N, main_end, N, MAIN)
+        m2 = load_slots(main_slots, main_first + 2 * N, main_end, N, MAIN)
+        m3 = load_slots(main_slots, main_first + 3 * N, main_end, N, MAIN)
+        c0, s0 = load_codes(main, m0, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
+        c1, s1 = load_codes(main, m1, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
+        c2, s2 = load_codes(main, m2, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
+        c3, s3 = load_codes(main, m3, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
+        n0 = load_slots(main_slots, main_first + TILE, main_end, N, MAIN)
+        n1 = load_slots(main_slots, main_first + TILE + N, main_end, N, MAIN)
+        n2 = load_slots(main_slots, main_first + TILE + 2 * N, main_end, N, MAIN)
+        n3 = load_slots(main_slots, main_first + TILE + 3 * N, main_end, N, MAIN)
         for first in range(main_first, main_end, TILE):
             stage = tile % 2
             rows, flags = keys.index(stage), bias.index(stage)
@@ -225,32 +225,32 @@ def decode_tiles(
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
             # Behind the fence, which would wait for them; they arrive while the stage is in use.
-            c0, s0 = _load_codes(main, n0, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-            c1, s1 = _load_codes(main, n1, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-            c2, s2 = _load_codes(main, n2, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-            c3, s3 = _load_codes(main, n3, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
+            c0, s0 = load_codes(main, n0, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
+            c1, s1 = load_codes(main, n1, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
+            c2, s2 = load_codes(main, n2, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
+            c3, s3 = load_codes(main, n3, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
             m0, m1, m2, m3 = n0, n1, n2, n3
             after = first + 2 * TILE
-            n0 = _load_slots(main_slots, after, main_end, N, MAIN)
-            n1 = _load_slots(main_slots, after + N, main_end, N, MAIN)
-            n2 = _load_slots(main_slots, after + 2 * N, main_end, N, MAIN)
-            n3 = _load_slots(main_slots, after + 3 * N, main_end, N, MAIN)
+            n0 = load_slots(main_slots, after, main_end, N, MAIN)
+            n1 = load_slots(main_slots, after + N, main_end, N, MAIN)
+            n2 = load_slots(main_slots, after + 2 * N, main_end, N, MAIN)
+            n3 = load_slots(main_slots, after + 3 * N, main_end, N, MAIN)
             tile += 1
         for first in range(window_first, window_end, TILE):
             stage = tile % 2
             rows, flags = keys.index(stage), bias.index(stage)
-            d0, t0 = _load_codes(
+            d0, t0 = load_codes(
                 window, w0, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
             )
-            d1, t1 = _load_codes(
+            d1, t1 = load_codes(
                 window, w1, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
             )
-            d2, t2 = _load_codes(
+            d2, t2 = load_codes(
                 window, w2, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
             )
             mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
             _keep(rows, flags, d0, t0, w0, 0, WIDTH)
-            d0, t0 = _load_codes(
+            d0, t0 = load_codes(
                 window, w3, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
             )
             _keep(rows, flags, d1, t1, w1, N, WIDTH)
@@ -259,8 +259,8 @@ def decode_tiles(
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
-            w0 = _load_slots(window_slots, first + TILE, window_end, N, WINDOW)
-            w1 = _load_slots(window_slots, first + TILE + N, window_end, N, WINDOW)
-            w2 = _load_slots(window_slots, first + TILE + 2 * N, window_end, N, WINDOW)
-            w3 = _load_slots(window_slots, first + TILE + 3 * N, window_end, N, WINDOW)
+            w0 = load_slots(window_slots, first + TILE, window_end, N, WINDOW)
+            w1 = load_slots(window_slots, first + TILE + N, window_end, N, WINDOW)
+            w2 = load_slots(window_slots, first + TILE + 2 * N, window_end, N, WINDOW)
+            w3 = load_slots(window_slots, first + TILE + 3 * N, window_end, N, WINDOW)
             tile += 1

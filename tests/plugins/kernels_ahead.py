@@ -14,9 +14,9 @@ import re
 import sys
 from typing import Any
 
+import kernels_ahead_attention
 import kernels_ahead_experts
 import kernels_ahead_linear
-import torch
 import triton.language as tl
 
 from plugins.compressor import kernel as compressor
@@ -30,8 +30,6 @@ from plugins.indexer import kernel_float8 as float8
 from plugins.indexer import kernel_queries as index_queries
 from plugins.kv_write import kernel as kv_write
 from plugins.markov import kernel as markov
-from plugins.mega_attention import kernel as attention
-from plugins.mega_attention import kernel_hopper as hopper
 from plugins.sample import kernel as sample
 from plugins.topk_select import kernel as select
 from plugins.topk_select import kernel_levels as levels
@@ -47,19 +45,6 @@ FOR_EVERY_GENERATION = (
     "linear planes", "linear planes, 128 rows", "experts down", "mhc",
 )  # fmt: skip
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
-HEAD = {"H": 64, "WIDTH": 512, "ROTATED": 64, "PAIRS": 256}
-
-
-SMALL_ATTENTION = {
-    "H": 8, "WIDTH": 128, "ROTATED": 16, "PAIRS": 64, "HEADS": 16, "TILE": 32, "CHUNK": 128,
-    "SPLIT": False, "DOT": tl.float32, "WIDEN": False,
-    "WINDOW_ROWS": 1, "WINDOW_ROW": 128, "WINDOW_STORED": 0,
-    "MAIN_ROWS": 8, "MAIN_ROW": 72, "MAIN_STORED": 1,
-}  # fmt: skip
-
-
-def prefixed(prefix: str, constants: dict[str, Any]) -> dict[str, Any]:
-    return {f"{prefix}_{name}": value for name, value in constants.items()}
 
 
 def index_constants(**more: Any) -> dict[str, Any]:
@@ -67,14 +52,6 @@ def index_constants(**more: Any) -> dict[str, Any]:
     return {**heads, **KEYS, **DOT, **more}
 
 
-ATTENTION = {
-    "q": "*bf16", "row_stride": STRIDE, "head_stride": STRIDE, "positions": "*i64",
-    "inv_freq": "*fp64", "sink": "*fp32", "o": "*bf16", "parts": "*fp32", "stats": "*fp32",
-    "scale": "fp32", "window": "*u8", "window_pages": STRIDE, "main": "*u8", "main_pages": STRIDE,
-    "window_slots": "*i64", "window_stride": STRIDE, "window_keys": STRIDE,
-    "main_slots": "*i64", "main_stride": STRIDE, "main_keys": STRIDE, "num_parts": "i32",
-    "window_chunk": "i32", "chunk": "i32", "lead": "i32", "num_items": "i32",
-}  # fmt: skip
 INDEXER = {
     "queries": "*bf16", "row_stride": STRIDE, "head_stride": STRIDE, "head_weights": "*bf16",
     "weight_stride": STRIDE, "data": "*u8", "page_stride": STRIDE, "key_slots": "*i64",
@@ -202,44 +179,12 @@ def index_float8_kernels() -> Kernels:
 
 
 def kernels(device: Limits) -> Kernels:
-    whole = {
-        **HEAD, **DOT, **prefixed("WINDOW", WINDOW), **prefixed("MAIN", MAIN),
-        "HEADS": attention.most_heads(device, torch.bfloat16),
-        "TILE": 32, "CHUNK": 128,
-    }  # fmt: skip
     one = {
         "PART": 16_384, "GROUPS": 2048, "LIST": 1024, "TILE": 2048, "FIRST": True, "LAST": False,
         "MASK": False,
     }  # fmt: skip
     return [
-        ("attention", attention._attention, ATTENTION, {**whole, "SPLIT": False}, 8),
-        ("attention in chunks", attention._attention, ATTENTION, {**whole, "SPLIT": True}, 8),
-        (
-            "attention float32", attention._attention, {**ATTENTION, "q": "*fp32", "o": "*fp32"},
-            {
-                **whole, "HEADS": attention.most_heads(device, torch.float32), "TILE": 16,
-                "SPLIT": False, "DOT": tl.float32,
-            }, 4, 1,
-        ),
-        (
-            "attention small", attention._attention,
-            {**ATTENTION, "q": "*fp32", "o": "*fp32", "window": "*fp32"}, SMALL_ATTENTION, 4,
-        ),
-        ("attention join", attention._join, ATTENTION, {**HEAD, "HEADS": 4, "GROUP": 16}, 4),
-        (
-            "attention join, kept order", attention._join_kept, ATTENTION,
-            {**HEAD, "HEADS": 1, "GROUP": 16, "MORE": False}, 4,
-        ),
-        *(
-            (
-                f"attention of warp groups{cut}", hopper.attention_hopper, ATTENTION,
-                {
-                    **{n: x for n, x in whole.items() if n in hopper.attention_hopper.arg_names},
-                    "HEADS": hopper.HEADS, "TILE": hopper.TILE, "SPLIT": bool(cut),
-                }, 8,
-            )
-            for cut in ("", " in chunks")
-        ),
+        *kernels_ahead_attention.kernels(device),
         ("index decode", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=1), 4),
         ("index verify", indexer._index_scores, INDEXER, index_constants(TILES=4, SHARING=4), 4),
         ("index candidates", indexer._candidate_scores, INDEXER, index_constants(BLOCK=8), 4),

@@ -126,6 +126,7 @@ class TestWarpGroups:
     def _cut(self, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
         chunks = ((1000, chunk),) if chunk else ()
         monkeypatch.setattr(kernel.hopper, "CHUNKS", chunks)
+        monkeypatch.setattr(kernel.few, "MOST_ROWS", 0)
 
     @pytest.mark.parametrize("case", WARP_GROUPS, ids=lambda case: case.name)
     def test_matches_the_per_head_oracle(self, case: AttentionCase) -> None:
@@ -142,6 +143,43 @@ class TestWarpGroups:
         whole = kernel.mega_attention(**operands)
         assert torch.equal(kernel.mega_attention(**operands), whole)
         order = torch.tensor([300, 2, 150])
+        some = {name: operands[name][order] for name in names}
+        for name, keys in (("window_slots", 130), ("main_slots", 301)):
+            some[name] = torch.nn.functional.pad(some[name], (0, keys), value=-1)
+        assert torch.equal(kernel.mega_attention(**{**operands, **some}), whole[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper",
+)
+@pytest.mark.parametrize("heads", [16, 32])
+class TestFewRows:
+    """The Gluon kernel of few rows, which nothing interprets."""
+
+    @pytest.fixture(autouse=True)
+    def _heads(self, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernel.few, "MOST_ROWS", 1000)
+        monkeypatch.setattr(kernel.few, "HEADS", ((1000, heads),))
+
+    @pytest.mark.parametrize("case", WARP_GROUPS, ids=lambda case: case.name)
+    def test_matches_the_per_head_oracle(self, case: AttentionCase) -> None:
+        operands, expected = packed(case)
+        ours = kernel.mega_attention(**operands)
+        compare(ours, expected, range(0, case.heads, 3), TOLERANCE[torch.bfloat16])
+
+    def test_more_parts_than_the_join_adds_at_a_time(self) -> None:
+        operands, expected = packed(AttentionCase("long", 1, 64, 512, 64, 128, 1100, holes=0.1))
+        ours = kernel.mega_attention(**operands)
+        compare(ours, expected, range(0, 64, 9), TOLERANCE[torch.bfloat16])
+
+    def test_a_row_depends_on_itself_only(self) -> None:
+        operands, _ = packed(AttentionCase("batch", 9, 64, 512, 64, 128, 192, holes=0.1))
+        names = ("q", "positions", "window_slots", "main_slots")
+        whole = kernel.mega_attention(**operands)
+        assert torch.equal(kernel.mega_attention(**operands), whole)
+        order = torch.tensor([8, 2, 5])
         some = {name: operands[name][order] for name in names}
         for name, keys in (("window_slots", 130), ("main_slots", 301)):
             some[name] = torch.nn.functional.pad(some[name], (0, keys), value=-1)
