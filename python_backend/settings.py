@@ -200,6 +200,11 @@ class ServeSettings:
             )
         page_rows = self.window_page_tokens or default_window_page_rows(config)
         max_seq_len = self.max_seq_len or config.max_position_embeddings
+        if max_seq_len < 2:
+            raise SettingsError(
+                f"expected max_seq_len of at least 2, a prompt and an answer of a token, got "
+                f"{max_seq_len}"
+            )
         if max_seq_len > config.max_position_embeddings:
             raise SettingsError(
                 f"expected max_seq_len of at most {config.max_position_embeddings}, the model's "

@@ -153,6 +153,7 @@ def test_bad_options_are_refused(options: dict[str, object], sentence: str) -> N
     [
         ({"max_num_tokens": 15}, "max_num_tokens of at least 16, two windows of 8.*got 15"),
         ({"max_num_tokens": 16}, "at least max_batch_size = 64.*got 16"),
+        ({"max_seq_len": 1}, "max_seq_len of at least 2, .*, got 1"),
         ({"max_seq_len": 1025}, "max_seq_len of at most 1024"),
         ({"global_page_tokens": 15}, "global_page_tokens to be a multiple of 2"),
         (
