@@ -103,14 +103,16 @@ class CudaExecutor(TorchExecutor):
         whole, last = step.for_encoder(), step.for_decoder()
         shape = self._sizes.encoder(whole.shape)
         if shape is None:
-            encoded = self._encode(whole.upload(self._device))
+            longer = whole.padded(self._sizes.long(whole.shape))
+            encoded = self._encode(longer.upload(self._device))
         else:
             encoded = self._run("encoder", whole.padded(shape), self._encode)
         (kept,) = upload([step.rows.decoder_rows], self._device)
         encoded = encoded.rows(kept)
         shape = self._sizes.decoder(last.shape) if len(kept) else None
         if shape is None:
-            return self._decode(last.upload(self._device), encoded)
+            longer = last.padded(self._sizes.long(last.shape))
+            return self._decode(longer.upload(self._device), encoded)
         padded = last.padded(shape)
         if self._results is None:
             encoded = _extended(encoded, shape.rows)

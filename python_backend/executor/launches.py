@@ -249,22 +249,23 @@ def _padded_sizes(sizes: GraphSizes) -> Iterator[Sizes]:
 
 
 def _long_sizes(sizes: GraphSizes, limits: CoreLimits) -> Iterator[Sizes]:
-    """Prefill that is not padded: of more rows than the sizes have, all of them for the decoder
-    too. Kernels tell apart multiples of 16, of rows and of their experts, of entries of either
-    ratio, of columns of pages: every kind of rows comes with every kind of context."""
-    columns = 16 * limits.global_page_tokens
+    """Prefill of more rows than the sizes have, all of them for the decoder too. Kernels tell apart
+    multiples of 16, of rows and of their experts: every kind of rows comes with every context that
+    differs in more than its number of entries, of any magnitude."""
     draw = np.random.default_rng(0)
-
-    def number(least: int, most: int, unit: int, beyond: int) -> int:
-        """Of any magnitude, and if it can be `beyond` a multiple of `unit`."""
+    least, most = sizes.decoder_rows[-1], limits.max_num_tokens
+    contexts = _kinds_of_contexts(sizes.long_contexts)
+    for context, beyond in product(contexts, (0, 1, 2, 4, 8)):
         drawn = least * (most / least) ** draw.random()
-        return int(min(max(round(drawn / unit) * unit + beyond, least), most))
-
-    kinds = product((0, 1, 2, 4, 8), (0, -1, -16, -31, 1, 7, 16, 32), (1, 2, 3, 16))
-    for more_rows, more_context, requests in kinds:
-        rows = number(sizes.decoder_rows[-1], limits.max_num_tokens, 16, more_rows)
-        context = number(min(64, limits.max_seq_len), limits.max_seq_len, columns, more_context)
+        rows = int(min(max(round(drawn / 16) * 16 + beyond, least), most))
+        requests = int(draw.choice((1, 2, 3, 16)))
         yield Sizes(min(requests, limits.max_batch_size), rows, rows, 1, context)
+
+
+def _kinds_of_contexts(contexts: Sequence[int]) -> list[int]:
+    """Powers of two, one size between two of them each, and the longest."""
+    kinds = {(c.bit_length(), c.bit_count() == 1): c for c in contexts}
+    return sorted({*kinds.values(), contexts[-1]})
 
 
 def numbers(most: int) -> list[int]:

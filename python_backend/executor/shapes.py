@@ -17,6 +17,9 @@ MOST_ENCODER_ROWS = 2048
 MOST_DECODER_ROWS = 2048
 # The shortest context that sizes are made for; each is four times the one before it.
 _LEAST_CONTEXT = 4096
+# Pages between contexts of steps without a graph: numbers of entries and of columns of page tables
+# are multiples of 16 then, which kernels know.
+_LONG_PAGES = 16
 # Scores of one index source that a graph made at start-up may hold, 256 MiB in float32.
 _MOST_SCORES = 1 << 26
 
@@ -25,10 +28,12 @@ _MOST_SCORES = 1 << 26
 class GraphSizes:
     """Sizes in ascending order. `verify_rows`: rows of a request that verifies as many drafts as
     it may, 1 without drafts. Prefill has two sets, because the decoder runs on its last rows only:
-    `encoder_rows` and `decoder_rows`."""
+    `encoder_rows` and `decoder_rows`. What has more rows keeps their number and has one of the
+    `long_contexts`, which kernels would else have to be compiled for one by one."""
 
     requests: tuple[int, ...]
     contexts: tuple[int, ...]
+    long_contexts: tuple[int, ...]
     verify_rows: int
     encoder_rows: tuple[int, ...]
     decoder_rows: tuple[int, ...]
@@ -40,6 +45,7 @@ class GraphSizes:
         return GraphSizes(
             requests=_request_sizes(limits.max_batch_size),
             contexts=_contexts(limits.max_seq_len, limits.global_page_tokens),
+            long_contexts=_long_contexts(limits.max_seq_len, limits.global_page_tokens),
             verify_rows=1 + limits.most_drafts,
             encoder_rows=_row_sizes(limits.window, min(MOST_ENCODER_ROWS, limits.max_num_tokens)),
             decoder_rows=_row_sizes(limits.window, min(most, limits.max_num_tokens)),
@@ -66,6 +72,11 @@ class GraphSizes:
     def decoder(self, step: StepShape) -> StepShape | None:
         """For the decoder's rows of a step; None where no size holds them."""
         return self._prefill(self.decoder_rows, step, (1, self.verify_rows))
+
+    def long(self, step: StepShape) -> StepShape:
+        """For a segment that no size holds."""
+        context = next(c for c in self.long_contexts if c >= step.max_context)
+        return step._replace(max_context=context)
 
     def at_start(self) -> Iterator[StepShape]:
         """The decode sizes whose graphs are made before the first request, the largest first: the
@@ -115,6 +126,17 @@ def _contexts(longest: int, page_tokens: int) -> tuple[int, ...]:
     while sizes[-1] > _LEAST_CONTEXT:
         sizes.append(-(-sizes[-1] // 4))
     return tuple(-(-size // page_tokens) * page_tokens for size in reversed(sizes))
+
+
+def _long_contexts(longest: int, page_tokens: int) -> tuple[int, ...]:
+    """Whole pages; from the 8th on no more than an eighth longer than the one before it."""
+    most, step = -(-longest // page_tokens) * page_tokens, _LONG_PAGES * page_tokens
+    sizes = [min(step, most)]
+    while sizes[-1] < most:
+        sizes.append(min(sizes[-1] + step, most))
+        if sizes[-1] == 16 * step:
+            step *= 2
+    return tuple(sizes)
 
 
 def _row_sizes(window: int, most: int) -> tuple[int, ...]:

@@ -32,7 +32,8 @@ from tests.python_backend.serving import Stream
 
 TINY = Path(__file__).parents[1] / "vectors" / "tiny"
 TARGET = "sm_90"
-BUILD = BuildConfig(max_batch_size=5, max_num_tokens=400, max_seq_len=700)
+# Steps of more rows than any size has, prompts of several contexts among them.
+BUILD = BuildConfig(max_batch_size=64, max_num_tokens=4096, max_seq_len=1024)
 
 
 class Served(CudaExecutor):
@@ -66,7 +67,7 @@ def random_streams(
     random: np.random.Generator, limits: CoreLimits
 ) -> tuple[list[Stream], list[int]]:
     """Requests and the steps before which they come: of very different lengths, some with a common
-    beginning."""
+    beginning; as many of a few tokens at once as there are places."""
     longest = min(limits.max_seq_len - 60, 6000)
     shared = random.integers(3, 200, 64, dtype=np.int32)
     streams = []
@@ -74,7 +75,12 @@ def random_streams(
         own = random.integers(3, 200, int(random.integers(1, longest)), dtype=np.int32)
         prompt = np.concatenate([shared, own])[: int(random.integers(1, longest))]
         streams.append(stream(f"r{i}", prompt, int(random.integers(1, 24)), i % 3 > 0, seed=i))
-    return streams, random.integers(0, 20, len(streams)).tolist()
+    before = random.integers(0, 20, len(streams)).tolist()
+    for i in range(limits.max_batch_size):
+        prompt = random.integers(3, 200, int(random.integers(40, 70)), dtype=np.int32)
+        streams.append(stream(f"s{i}", prompt, 4, True, seed=i))
+        before.append(60)
+    return streams, before
 
 
 def main() -> None:

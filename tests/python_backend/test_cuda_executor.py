@@ -3,6 +3,7 @@ does to a step can be seen on any machine."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -97,6 +98,7 @@ def test_a_padded_step_gives_the_same_bits_and_touches_no_other_page(
 SIZES = GraphSizes(
     requests=(1, 2, 4, 8),
     contexts=(64, 256),
+    long_contexts=(128, 256),
     verify_rows=6,
     encoder_rows=(128, 256),
     decoder_rows=(128,),
@@ -141,6 +143,23 @@ def test_prefill_sizes(
     assert SIZES.decoder(shape) == decoder
 
 
+def test_sizes_of_long_segments() -> None:
+    assert SIZES.long(StepShape(1, 257, 1, 64)) == (1, 257, 1, 128)
+    assert SIZES.long(StepShape(9, 300, 9, 129)) == (9, 300, 9, 256)
+
+
+def test_a_long_segment_sees_an_eighth_too_much_at_most() -> None:
+    limits = bounds_of(
+        max_batch_size=1, max_num_tokens=1024, max_seq_len=1_000_000, global_page_tokens=256
+    )
+    sizes = GraphSizes.of(limits).long_contexts
+    assert sizes[:3] == (4096, 8192, 12288)
+    assert sizes[-2:] == (983_040, 1_000_192)  # whole pages
+    assert all(size % 4096 == 0 for size in sizes[:-1])
+    assert max(b / a for a, b in itertools.pairwise(sizes[7:])) <= 1.125
+    assert len(sizes) < 50
+
+
 def test_sizes_of_a_core() -> None:
     limits = bounds_of(
         max_batch_size=100, max_num_tokens=1024, max_seq_len=65536, global_page_tokens=256,
@@ -149,6 +168,7 @@ def test_sizes_of_a_core() -> None:
     sizes = GraphSizes.of(limits)
     assert sizes.requests == (1, 2, 4, 8, 16, 32, 48, 64, 96, 100)
     assert sizes.contexts == (4096, 16384, 65536)
+    assert sizes.long_contexts == (*range(4096, 65536, 4096), 65536)
     assert sizes.verify_rows == 4
     assert sizes.encoder_rows == (128, 256, 384, 512, 640, 768, 896, 1024)
     first = next(sizes.at_start())
