@@ -27,6 +27,7 @@ from llguidance import LLMatcher
 from python_backend.grammar.guide import Guide
 from python_backend.grammar.limits import PARSER_LIMITS
 from python_backend.grammar.messages import Setup, Tried, open_tokenizer
+from python_backend.grammar.special_tokens import without_special_names
 from python_backend.request import RequestError
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,9 @@ class GrammarCompiler:
     """Owns the thread, the worker process (from the first guide on) and the cache."""
 
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._tokenizer = open_tokenizer(setup)
+        hidden = without_special_names(setup.tokenizer_json)
+        self._setup = setup._replace(tokenizer_json=hidden)
+        self._tokenizer = open_tokenizer(self._setup)
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

@@ -51,9 +51,7 @@ def accepts(grammar: Grammar, text: TextTokenizer, answer: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def drawn_answer(
-    grammar: Grammar, text: TextTokenizer, rng: np.random.Generator, most: int = 400
-) -> str | None:
+def drawn_ids(grammar: Grammar, rng: np.random.Generator, most: int = 400) -> list[int] | None:
     """A random walk through what is allowed, None when it does not end."""
     masks = GrammarMasks(VOCAB, END, 1)
     masks.begin(0, grammar, np.empty(0, np.int32))
@@ -61,7 +59,20 @@ def drawn_answer(
     while len(ids) < most:
         token = int(rng.choice(tokens_of(masks.masks(rows_of([0]))[0])))
         if token == END:
-            return text.detokenizer().feed(np.array(ids, dtype=np.int32), last=True)
+            return ids
         ids.append(token)
         masks.append(np.array([0]), np.array([[token]], dtype=np.int32), np.array([1]))
     return None
+
+
+def text_of(ids: list[int], text: TextTokenizer) -> str:
+    """What an answer of these tokens says."""
+    return text.detokenizer().feed(np.array(ids, dtype=np.int32), last=True)
+
+
+def drawn_answer(
+    grammar: Grammar, text: TextTokenizer, rng: np.random.Generator, most: int = 400
+) -> str | None:
+    """The text of a random walk, None when it does not end."""
+    ids = drawn_ids(grammar, rng, most)
+    return None if ids is None else text_of(ids, text)

@@ -84,6 +84,7 @@ def test_the_other_guides(tinyflash: Deployment) -> None:
     assert said("choice", ["seven", "eight 🍎"], **hot) in ("seven", "eight 🍎")
     assert re.fullmatch(r"(\d\+)*\d", said("ebnf_grammar", 'root ::= [0-9] ("+" root)?'))
     assert said("regex", "a{2}b", ignore_eos=True) == "aab"
+    assert said("choice", ["<think>7</think>"]) == "<think>7</think>"
 
 
 def test_a_stop_word_cuts_a_guided_answer(tinyflash: Deployment) -> None:
