@@ -219,8 +219,8 @@ def product(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: i
     For fewer rows than DECODED_ROWS. The sum over K may be cut into parts that another launch adds
     up, first to last.
     """
-    if groups == 1 and takes_few(x, kept, weight):
-        return few_products(x, (weight,))[0]
+    if takes_few(x, kept, weight, groups):
+        return few_products(x, (weight,), groups)[0]
     rows, inner, outputs = x.shape[0], weight.shape[1], weight.shape[0] // groups
     wide = x.dtype == torch.float32
     by_planes = not wide and weight.words and inner % PLANE_STEP == 0

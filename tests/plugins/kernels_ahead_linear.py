@@ -21,7 +21,7 @@ LINEAR = {
     "chunk": STRIDE, "rounded": "*bf16", "values": "*bf16", "parts": "*fp32", "numel": "i32",
     "planes": "*bf16", "plane_stride": STRIDE, "groups": "i32", "x_stride": STRIDE,
     "other_codes": "*u8", "other_scale": "*u8", "other_y": "*bf16", "other_N": STRIDE,
-    "programs": "i32",
+    "programs": "i32", "per_group": "i32",
 }  # fmt: skip
 
 
@@ -38,14 +38,15 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         made.append(
             (f"linear {name}", planes.product_planes, LINEAR, constants, tile.warps, tile.stages)
         )
-    for name, rows, stored, inner in (("one row", 1, 0, 8192), ("few rows", 8, 1, 1280)):
-        tile = few.few_tiles(rows, inner)
+    for name, rows, stored, outputs, inner in (
+        ("one row", 1, 0, 5120, 8192), ("few rows", 8, 1, 32_768, 1280),
+    ):  # fmt: skip
+        tile = few.few_tiles(rows, outputs, inner, 132)
         constants = {
             "STORED": stored, "ROWS": rows, "SHARES": tile.shares, "OUTPUTS": tile.outputs,
-            "STEPS": tile.steps, "AHEAD": tile.ahead, "READ": tile.read,
-            "EVEN": rows == 1,
+            "STEPS": tile.steps, "STAGES": tile.stages, "EVEN": rows == 1, **overlap,
         }  # fmt: skip
-        made.append((f"linear {name}", few.product_few, LINEAR, {**constants, **overlap}, 8))
+        made.append((f"linear {name}", few.product_few, LINEAR, constants, 8))
     for name, kind, constants in (
         ("values", "*bf16", {"STORED": 0, "WORDS": True, "EVEN": True, **DOT}),
         ("float32", "*fp32", {"STORED": 1, "WORDS": False, "EVEN": False, "DOT": tl.float32,
