@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 # Up to this many rows a row's keys are cut into chunks; from there on rows alone fill a device.
 SPLIT_ROWS = 32
 _CHUNK = 128
-_JOIN_HEADS = 4
+# Heads of a program that joins, and the parts that it adds at a time.
+_JOIN_HEADS, _JOIN_PARTS = 4, 16
 # The reference's bound: keeps the running maximum finite without keys, or with a +inf sink.
 _MAX_BOUND = tl.constexpr(1e30)
 # Softmaxes are powers of two: scores and sinks are multiplied by this.
@@ -320,14 +321,12 @@ def mega_attention(
         window_slots, window_slots.stride(0), window_slots.shape[1],
         entry_slots, entry_slots.stride(0), main_keys,
     )  # fmt: skip
-    by_warp_groups = hopper.takes(q, window_rows, main_rows if has_main else None)
-    if by_warp_groups and rows <= few.MOST_ROWS:
-        few.attend_few(
-            q, positions, inv_freq, sink, o, scale,
-            window_rows.arguments()[:-1], main_rows.arguments()[:-1], slots,
-        )  # fmt: skip
-        return o
-    if by_warp_groups:
+    operands = q, q.stride(0), q.stride(1), positions, inv_freq
+    by_warp_groups = hopper.takes(q, sizes[2], window_rows, main_rows if has_main else None)
+    of_few = few.cut(rows, window_slots.shape[1], main_keys) if by_warp_groups else None
+    if of_few is not None:
+        parts, split = of_few.parts, True
+    elif by_warp_groups:
         cut = hopper.cut(rows, window_slots.shape[1], main_keys)
         parts, split = cut.parts, cut.split
     else:
@@ -338,14 +337,18 @@ def mega_attention(
     if split:
         partial = q.new_empty((rows, parts, heads, 2 * pairs), dtype=torch.float32)
         stats = q.new_empty((rows, parts, heads, 2), dtype=torch.float32)
-    operands = (
-        q, q.stride(0), q.stride(1), positions, inv_freq, sink, o, partial, stats, scale,
-    )  # fmt: skip
-    if by_warp_groups:
+    results = sink, o, partial, stats, scale
+    if of_few is not None:
+        few.attention_few[(parts, triton.cdiv(heads, of_few.heads), rows)](
+            *operands, partial, stats, scale, *window_rows.arguments()[:-1],
+            *main_rows.arguments()[:-1], *slots, of_few.window_parts, parts, heads, width,
+            of_few.heads, of_few.keys, num_warps=8, launch_pdl=True,
+        )  # fmt: skip
+    elif by_warp_groups:
         programs = min(rows * parts, limits(q.device).multiprocessors)
         hopper.attention_hopper[(programs,)](
-            *operands, *window_rows.arguments()[:-1], *main_rows.arguments()[:-1], *slots,
-            *cut[:-1], rows * parts, *sizes, hopper.HEADS, hopper.TILE, split, num_warps=8,
+            *operands, *results, *window_rows.arguments()[:-1], *main_rows.arguments()[:-1], *slots,
+            *cut[:-1], rows * parts, *sizes[:2], hopper.HEADS, hopper.TILE, split, num_warps=8,
             **({"launch_pdl": True} if split else {}),
         )  # fmt: skip
     else:
@@ -354,15 +357,16 @@ def mega_attention(
         if exact:
             launch["num_stages"] = 1
         _attention[(rows, triton.cdiv(heads, head_block), parts)](
-            *operands, *window_rows.arguments(), *main_rows.arguments(), *slots,
+            *operands, *results, *window_rows.arguments(), *main_rows.arguments(), *slots,
             *sizes, pairs, head_block, 16 if exact else 32, _CHUNK, split,
             tl.float32 if exact else tl.bfloat16, INTERPRETED, **launch,
         )  # fmt: skip
     if split:
-        group = min(16, triton.next_power_of_2(parts))
         of_row = positions, inv_freq, sink, o, partial, stats, parts, *sizes, pairs
         if by_warp_groups:
+            group = min(_JOIN_PARTS, parts)
             _join_kept[(rows, heads)](*of_row, 1, group, parts > group, launch_pdl=True)
         else:
+            group = min(_JOIN_PARTS, triton.next_power_of_2(parts))
             _join[(rows, triton.cdiv(heads, _JOIN_HEADS))](*of_row, _JOIN_HEADS, group)
     return o

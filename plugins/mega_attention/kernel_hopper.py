@@ -1,8 +1,8 @@
 """Sparse attention on Hopper in Gluon; docs/kernels/mega_attention.md has its floor and layout.
 
-Of a block of twelve warps, four decode packed rows into shared memory and eight multiply. Gluon is
-the Triton language with layouts, shared memory and barriers written out; nothing interprets it, so
-kernel.py stays for every other device and every other kind of row.
+Of a block of sixteen warps, eight decode packed rows into shared memory and eight multiply. Gluon
+is the Triton language with layouts, shared memory and barriers written out; nothing interprets it,
+so kernel.py stays for every other device and every other kind of row.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -25,14 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from plugins.device.launch import limits
 from plugins.device.rows import MXFP8, NVFP4_WORDS, DeviceRows
 from plugins.mega_attention.kernel_hopper_decode import decode_tiles, share
-from plugins.mega_attention.kernel_hopper_queries import angles, keep_heads, load_heads, turn_pairs
+from plugins.mega_attention.kernel_hopper_queries import PAIRS, ROTATED, keep_queries, store_output
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 WIDTH, HEADS, TILE = 512, 64, 64
 # Up to so many rows, and the keys of a part: so many programs that the 132 multiprocessors of an
-# H200 still take them at once. With more rows every program takes whole rows, one after another.
-CHUNKS = ((13, 64), (26, 128), (66, 320))
-# Keys that a part of 320 has from the window, the rest being entries.
+# H200 still take them at once. With more rows every program takes whole rows, one after another;
+# with fewer, kernel_hopper_few.py.
+CHUNKS = ((66, 320),)
+# Keys that the first part has from the window, the rest being entries.
 _WINDOW = 128
 
 
@@ -41,26 +42,26 @@ def _multiply_tiles(
     q, row_stride, head_stride, positions, inv_freq, sink, o, parts, stats, scale,
     query, keys, bias, probabilities, maxima, turn, full, empty,
     window_keys, main_keys, window_chunk, chunk, lead, num_parts, num_items,
-    H: gl.constexpr, WIDTH: gl.constexpr, ROTATED: gl.constexpr, HEADS: gl.constexpr,
-    TILE: gl.constexpr, SPLIT: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: a running softmax over tiles in two warp groups, of which each has
     half a tile's scores and half the columns of the sum [HEADS, WIDTH]."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE // 2, 16])
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, WIDTH // 2, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, WIDTH // 4, 16])
     OF_SUM: gl.constexpr = gl.SliceLayout(1, SUM)
-    HALF: gl.constexpr = HEADS // 2
     done = 0
+    position = gl.load(positions + gl.program_id(0) // num_parts)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         row, window_first, window_end, main_first, main_end = share(
             item, num_parts, window_keys, main_keys, window_chunk, chunk, lead
         )
         tiles = gl.cdiv(window_end - window_first, TILE) + gl.cdiv(main_end - main_first, TILE)
-        x0 = load_heads(q + row * row_stride, head_stride, 0, HALF, H, WIDTH)
-        x1 = load_heads(q + row * row_stride, head_stride, HALF, HALF, H, WIDTH)
-        angles(gl.load(positions + row), inv_freq, turn, WIDTH, ROTATED)
-        keep_heads(query.slice(0, HALF), x0, turn, WIDTH)
-        keep_heads(query.slice(HALF, HALF), x1, turn, WIDTH)
+        keep_queries(q + row * row_stride, head_stride, 0, position, inv_freq, query, turn, H)
+        # Of the next row, long before it is asked for.
+        position = gl.load(
+            positions + gl.minimum(item + gl.num_programs(0), num_items - 1) // num_parts
+        )
         fence_async_shared()
         gl.thread_barrier()
         head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, SCORES))
@@ -130,14 +131,7 @@ def _multiply_tiles(
             whole += gl.exp2(logit - peak)
             inverse = 256.0 / gl.where(whole > 0, whole, 1.0)
             x = out * gl.convert_layout(inverse, OF_SUM)[:, None]
-            x = x.reshape([HEADS, 4, WIDTH // 32, 2, 2, 2]).permute([0, 2, 1, 5, 3, 4])
-            x = turn_pairs(x.reshape([HEADS, WIDTH // 2, 2]), turn, -1.0).reshape([HEADS, WIDTH])
-            WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-            row_head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, WHOLE))
-            column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WHOLE))
-            x = gl.convert_layout(x, WHOLE)
-            of_head = (row * H + row_head)[:, None] * WIDTH + column[None, :]
-            gl.store(o + of_head, x, mask=(row_head < H)[:, None])
+            store_output(x, turn, o + row * H * WIDTH, H)
 
 
 @gluon.jit(
@@ -151,8 +145,8 @@ def attention_hopper(
     main, main_pages, MAIN_ROWS: gl.constexpr, MAIN_ROW: gl.constexpr,
     window_slots, window_stride, window_keys, main_slots, main_stride, main_keys,
     window_chunk, chunk, lead, num_parts, num_items,
-    H: gl.constexpr, WIDTH: gl.constexpr, ROTATED: gl.constexpr,
-    HEADS: gl.constexpr, TILE: gl.constexpr, SPLIT: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Programs take items, parts of rows, in turn. Part p has the window keys from p · window_chunk
     on and the entries from p · chunk − lead on."""
@@ -169,7 +163,7 @@ def attention_hopper(
     probabilities = gl.allocate_shared_memory(gl.bfloat16, [HEADS, TILE], ROWS)
     bias = gl.allocate_shared_memory(gl.float32, [2, TILE], FLAT)
     maxima = gl.allocate_shared_memory(gl.float32, [2 * HEADS], FLAT)
-    turn = gl.allocate_shared_memory(gl.float32, [2, WIDTH // 2], FLAT)
+    turn = gl.allocate_shared_memory(gl.float32, [2, PAIRS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(2):
@@ -182,18 +176,18 @@ def attention_hopper(
                 scale * (256.0 * _LOG2_E), query, keys, bias, probabilities, maxima, turn, full,
                 empty,
                 window_keys, main_keys, window_chunk, chunk, lead, num_parts, num_items,
-                H, WIDTH, ROTATED, HEADS, TILE, SPLIT,
+                H, WIDTH, HEADS, TILE, SPLIT,
             )),
             (decode_tiles, (
-                keys, bias, full, empty,
+                q, row_stride, head_stride, keys, bias, full, empty,
                 window, window_pages, WINDOW_ROWS, WINDOW_ROW,
                 main, main_pages, MAIN_ROWS, MAIN_ROW,
                 window_slots.to(gl.pointer_type(gl.int32), bitcast=True), window_stride,
                 window_keys, main_slots.to(gl.pointer_type(gl.int32), bitcast=True), main_stride,
-                main_keys, window_chunk, chunk, lead, num_parts, num_items, WIDTH, TILE, 4,
+                main_keys, window_chunk, chunk, lead, num_parts, num_items, H, WIDTH, TILE, 8,
             )),
         ],
-        [4], [120],
+        [8], [72],
     )  # fmt: skip
 
 
@@ -212,16 +206,14 @@ def cut(rows: int, window_keys: int, main_keys: int) -> Cut:
     chunk = next((keys for most, keys in CHUNKS if rows <= most), 0)
     if chunk == 0:
         return Cut(window_keys, main_keys, 0, 1, split=False)
-    if chunk <= _WINDOW:
-        of_window = -(-window_keys // chunk)
-        return Cut(chunk, chunk, of_window * chunk, of_window - (-main_keys // chunk), split=True)
     parts = max(1, -(-(_WINDOW + main_keys) // chunk))
     return Cut(window_keys, chunk, _WINDOW, parts, split=True)
 
 
-def takes(q: torch.Tensor, window: DeviceRows, main: DeviceRows | None) -> bool:
-    """Whether the kernel is made for these queries and rows, and the device is a Hopper."""
-    if not limits(q.device).warp_groups:
+def takes(q: torch.Tensor, rotated: int, window: DeviceRows, main: DeviceRows | None) -> bool:
+    """Whether the kernel is made for these queries, of which `rotated` elements turn, and rows, and
+    the device is a Hopper."""
+    if not limits(q.device).warp_groups or rotated != ROTATED:
         return False
     packed = window.stored == MXFP8.value and (main is None or main.stored == NVFP4_WORDS.value)
     return packed and q.dtype == torch.bfloat16 and q.shape[1] <= HEADS and q.shape[2] == WIDTH

@@ -176,16 +176,31 @@ def share(item, num_parts, window_keys, main_keys, window_chunk, chunk, lead):
 
 
 @gluon.jit
+def _fetch_queries(
+    q_row, head_stride, H: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Bring a row's queries, up to 64 heads, into the L2 cache: these warps are at most two tiles
+    ahead of those that will read them."""
+    LINES: gl.constexpr = WIDTH // 64
+    line = gl.arange(0, 64 * LINES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    head = gl.minimum(line // LINES, H - 1)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
+        [q_row + head * head_stride + line % LINES * 64], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def decode_tiles(
-    keys, bias, full, empty,
+    q, row_stride, head_stride, keys, bias, full, empty,
     window, window_pages, WINDOW_ROWS: gl.constexpr, WINDOW_ROW: gl.constexpr,
     main, main_pages, MAIN_ROWS: gl.constexpr, MAIN_ROW: gl.constexpr,
     all_window_slots, window_stride, window_keys, all_main_slots, main_stride, main_keys,
     window_chunk, chunk, lead, num_parts, num_items,
-    WIDTH: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The decoding warps: entries first, whose codes are loaded a tile ahead, then window rows."""
-    N: gl.constexpr = TILE // 4
+    HALF: gl.constexpr = TILE // 2
     OF_MAIN: gl.constexpr = WIDTH // 8
     OF_WINDOW: gl.constexpr = WIDTH // 4
     MAIN: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0]))
@@ -195,46 +210,29 @@ def decode_tiles(
         row, window_first, window_end, main_first, main_end = share(
             item, num_parts, window_keys, main_keys, window_chunk, chunk, lead
         )
+        _fetch_queries(q + row * row_stride, head_stride, H, WIDTH, WARPS)
         window_slots = all_window_slots + 2 * row * window_stride
         main_slots = all_main_slots + 2 * row * main_stride
-        w0 = load_slots(window_slots, window_first, window_end, N, WINDOW)
-        w1 = load_slots(window_slots, window_first + N, window_end, N, WINDOW)
-        w2 = load_slots(window_slots, window_first + 2 * N, window_end, N, WINDOW)
-        w3 = load_slots(window_slots, window_first + 3 * N, window_end, N, WINDOW)
-        m0 = load_slots(main_slots, main_first, main_end, N, MAIN)
-        m1 = load_slots(main_slots, main_first + N, main_end, N, MAIN)
-        m2 = load_slots(main_slots, main_first + 2 * N, main_end, N, MAIN)
-        m3 = load_slots(main_slots, main_first + 3 * N, main_end, N, MAIN)
-        c0, s0 = load_codes(main, m0, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-        c1, s1 = load_codes(main, m1, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-        c2, s2 = load_codes(main, m2, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-        c3, s3 = load_codes(main, m3, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-        n0 = load_slots(main_slots, main_first + TILE, main_end, N, MAIN)
-        n1 = load_slots(main_slots, main_first + TILE + N, main_end, N, MAIN)
-        n2 = load_slots(main_slots, main_first + TILE + 2 * N, main_end, N, MAIN)
-        n3 = load_slots(main_slots, main_first + TILE + 3 * N, main_end, N, MAIN)
+        w0 = load_slots(window_slots, window_first, window_end, HALF, WINDOW)
+        w1 = load_slots(window_slots, window_first + HALF, window_end, HALF, WINDOW)
+        here = load_slots(main_slots, main_first, main_end, TILE, MAIN)
+        codes, scales = load_codes(
+            main, here, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS
+        )
+        coming = load_slots(main_slots, main_first + TILE, main_end, TILE, MAIN)
         for first in range(main_first, main_end, TILE):
             stage = tile % 2
-            rows, flags = keys.index(stage), bias.index(stage)
             mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
-            _keep(rows, flags, c0, s0, m0, 0, WIDTH)
-            _keep(rows, flags, c1, s1, m1, N, WIDTH)
-            _keep(rows, flags, c2, s2, m2, 2 * N, WIDTH)
-            _keep(rows, flags, c3, s3, m3, 3 * N, WIDTH)
+            _keep(keys.index(stage), bias.index(stage), codes, scales, here, 0, WIDTH)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
             # Behind the fence, which would wait for them; they arrive while the stage is in use.
-            c0, s0 = load_codes(main, n0, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-            c1, s1 = load_codes(main, n1, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-            c2, s2 = load_codes(main, n2, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-            c3, s3 = load_codes(main, n3, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS)
-            m0, m1, m2, m3 = n0, n1, n2, n3
-            after = first + 2 * TILE
-            n0 = load_slots(main_slots, after, main_end, N, MAIN)
-            n1 = load_slots(main_slots, after + N, main_end, N, MAIN)
-            n2 = load_slots(main_slots, after + 2 * N, main_end, N, MAIN)
-            n3 = load_slots(main_slots, after + 3 * N, main_end, N, MAIN)
+            codes, scales = load_codes(
+                main, coming, main_pages, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS
+            )
+            here = coming
+            coming = load_slots(main_slots, first + 2 * TILE, main_end, TILE, MAIN)
             tile += 1
         for first in range(window_first, window_end, TILE):
             stage = tile % 2
@@ -245,22 +243,12 @@ def decode_tiles(
             d1, t1 = load_codes(
                 window, w1, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
             )
-            d2, t2 = load_codes(
-                window, w2, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
-            )
             mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
             _keep(rows, flags, d0, t0, w0, 0, WIDTH)
-            d0, t0 = load_codes(
-                window, w3, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
-            )
-            _keep(rows, flags, d1, t1, w1, N, WIDTH)
-            _keep(rows, flags, d2, t2, w2, 2 * N, WIDTH)
-            _keep(rows, flags, d0, t0, w3, 3 * N, WIDTH)
+            _keep(rows, flags, d1, t1, w1, HALF, WIDTH)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
-            w0 = load_slots(window_slots, first + TILE, window_end, N, WINDOW)
-            w1 = load_slots(window_slots, first + TILE + N, window_end, N, WINDOW)
-            w2 = load_slots(window_slots, first + TILE + 2 * N, window_end, N, WINDOW)
-            w3 = load_slots(window_slots, first + TILE + 3 * N, window_end, N, WINDOW)
+            w0 = load_slots(window_slots, first + TILE, window_end, HALF, WINDOW)
+            w1 = load_slots(window_slots, first + TILE + HALF, window_end, HALF, WINDOW)
             tile += 1

@@ -67,17 +67,10 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         ("attention join", attention._join, ATTENTION, {**HEAD, "HEADS": 4, "GROUP": 16}, 4),
         *(
             (
-                f"attention of few rows, {heads} heads", few.attention_few, ATTENTION,
-                {**of_warp_groups(few.attention_few, whole), "HEADS": heads, "KEYS": few.KEYS}, 8,
+                f"attention of few rows, {keys} keys, {heads} heads", few.attention_few, ATTENTION,
+                {**of_warp_groups(few.attention_few, whole), "HEADS": heads, "KEYS": keys}, 8,
             )
-            for _, heads in few.HEADS
-        ),
-        (
-            "attention join of few rows", few.join_few, ATTENTION,
-            {
-                "H": 64, "WIDTH": 512, "ROTATED": 64, "HEADS": 64, "COLUMNS": few.COLUMNS,
-                "GROUP": few.GROUP, "MORE": False,
-            }, 8,
+            for _, keys, heads in few.CUTS
         ),
         (
             "attention join, kept order", attention._join_kept, ATTENTION,

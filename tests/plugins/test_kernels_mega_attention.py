@@ -53,7 +53,8 @@ def packed(case: AttentionCase, dtype: torch.dtype = torch.bfloat16) -> tuple[di
 @pytest.fixture(params=[0, 1000], ids=["whole rows", "cut into chunks"])
 def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(kernel, "SPLIT_ROWS", request.param)
-    monkeypatch.setattr(kernel.hopper, "CHUNKS", ((request.param, 64),))
+    monkeypatch.setattr(kernel.hopper, "CHUNKS", ((request.param, 320),))
+    monkeypatch.setattr(kernel.few, "CUTS", ())
     return int(request.param)
 
 
@@ -118,7 +119,7 @@ def stores(operands: dict) -> list[RowStore]:
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="needs a Hopper",
 )
-@pytest.mark.parametrize("chunk", [0, 64, 128, 320])
+@pytest.mark.parametrize("chunk", [0, 320])
 class TestWarpGroups:
     """The Gluon kernel, which nothing interprets."""
 
@@ -126,13 +127,13 @@ class TestWarpGroups:
     def _cut(self, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
         chunks = ((1000, chunk),) if chunk else ()
         monkeypatch.setattr(kernel.hopper, "CHUNKS", chunks)
-        monkeypatch.setattr(kernel.few, "MOST_ROWS", 0)
+        monkeypatch.setattr(kernel.few, "CUTS", ())
 
     @pytest.mark.parametrize("case", WARP_GROUPS, ids=lambda case: case.name)
     def test_matches_the_per_head_oracle(self, case: AttentionCase) -> None:
         operands, expected = packed(case)
         window, *main = map(device_rows, stores(operands))
-        assert kernel.hopper.takes(operands["q"], window, *(main or [None]))
+        assert kernel.hopper.takes(operands["q"], 64, window, *(main or [None]))
         ours = kernel.mega_attention(**operands)
         compare(ours, expected, range(0, case.heads, 3), TOLERANCE[torch.bfloat16])
 
@@ -154,14 +155,13 @@ class TestWarpGroups:
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="needs a Hopper",
 )
-@pytest.mark.parametrize("heads", [16, 32])
+@pytest.mark.parametrize(("keys", "heads"), [(64, 16), (64, 32), (128, 32), (128, 64)])
 class TestFewRows:
     """The Gluon kernel of few rows, which nothing interprets."""
 
     @pytest.fixture(autouse=True)
-    def _heads(self, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kernel.few, "MOST_ROWS", 1000)
-        monkeypatch.setattr(kernel.few, "HEADS", ((1000, heads),))
+    def _cut(self, keys: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernel.few, "CUTS", ((1000, keys, heads),))
 
     @pytest.mark.parametrize("case", WARP_GROUPS, ids=lambda case: case.name)
     def test_matches_the_per_head_oracle(self, case: AttentionCase) -> None:
@@ -170,7 +170,7 @@ class TestFewRows:
         compare(ours, expected, range(0, case.heads, 3), TOLERANCE[torch.bfloat16])
 
     def test_more_parts_than_the_join_adds_at_a_time(self) -> None:
-        operands, expected = packed(AttentionCase("long", 1, 64, 512, 64, 128, 1100, holes=0.1))
+        operands, expected = packed(AttentionCase("long", 1, 64, 512, 64, 128, 2200, holes=0.1))
         ours = kernel.mega_attention(**operands)
         compare(ours, expected, range(0, 64, 9), TOLERANCE[torch.bfloat16])
 
