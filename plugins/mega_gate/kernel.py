@@ -27,8 +27,9 @@ _EXPERT_TILE = 64
 _DEPTH = 128
 # Experts of a vector of the choice: a warp has as many lanes.
 _CHUNK = 32
-# Up to this many rows a program keeps its weights in shared memory, where they find room.
-_KEPT_ROWS = 16
+# Up to this many rows weights, where they find room in shared memory, and the bias are loaded
+# before the launch ahead has ended.
+_FEW_ROWS = 16
 # Lines of a weight's row and part that are fetched ahead.
 _AHEAD = 16
 
@@ -137,7 +138,7 @@ def _choose(
     parts, bias, bias_image, is_image, ids, weights, num_rows, route_scale, inverse_temperature,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     PLACES: tl.constexpr, IMAGES: tl.constexpr, PARTS: tl.constexpr, SUM_EPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row, by a warp: its experts in CHUNKS vectors [1, CHUNK], as 384 are no power of two."""
     row = (tl.program_id(0) + tl.arange(0, 1)).to(tl.int64)[:, None]
@@ -145,8 +146,8 @@ def _choose(
     LEAST: tl.constexpr = -(1 << 31)
     NOBODY: tl.constexpr = CHUNKS * CHUNK
     shifts = ()
-    if PARTS > 1:
-        # Few rows: no launch writes a bias, so they need not wait for it too.
+    if EARLY:
+        # No launch writes a bias.
         for c in tl.static_range(CHUNKS):
             shifts = shifts + (_bias(bias, c, NUM_EXPERTS, CHUNK),)  # noqa: RUF005
     after_previous(OVERLAP)
@@ -162,7 +163,7 @@ def _choose(
     for c in tl.static_range(CHUNKS):
         expert, is_expert = _experts(c, NUM_EXPERTS, CHUNK)
         score = _sqrt_softplus(logits[c] * inverse_temperature)
-        shift = shifts[c] if PARTS > 1 else _bias(bias, c, NUM_EXPERTS, CHUNK)
+        shift = shifts[c] if EARLY else _bias(bias, c, NUM_EXPERTS, CHUNK)
         if IMAGES:
             of_image = tl.load(is_image + row) != 0
             shift = tl.where(of_image, _bias(bias_image, c, NUM_EXPERTS, CHUNK), shift)
@@ -241,7 +242,7 @@ def mega_gate(
         is_image.view(torch.uint8) if is_image is not None and images else ids,
         ids, weights, num_rows, route_scale, 1.0 / gate_temp,
         num_experts, top_k, triton.cdiv(num_experts, chunk), chunk, padded(top_k, 1), images,
-        parts.shape[0], 1e-20, overlap, num_warps=1, launch_pdl=overlap,
+        parts.shape[0], 1e-20, num_rows <= _FEW_ROWS, overlap, num_warps=1, launch_pdl=overlap,
     )  # fmt: skip
     return Routing(ids, weights)
 
@@ -262,7 +263,7 @@ def _part_logits(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     parts = torch.empty(programs, num_rows, num_experts, dtype=torch.float32, device=u.device)
     # Weights of float32 would take twice the memory, and are multiplied in more steps.
     room = part * (_EXPERT_TILE + rows) * 2
-    keep = half and num_rows <= _KEPT_ROWS and room <= limits(u.device).shared_memory
+    keep = half and num_rows <= _FEW_ROWS and room <= limits(u.device).shared_memory
     grid = (triton.cdiv(num_experts, _EXPERT_TILE), triton.cdiv(num_rows, rows), programs)
     _logits[grid](
         u, u.stride(0), weight, weight.stride(0), parts, num_rows, num_experts, width, part,

@@ -146,7 +146,8 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             "choose", gate._choose, GATE,
             {
                 "NUM_EXPERTS": 384, "TOP_K": 6, "CHUNKS": 12, "CHUNK": 32, "PLACES": 8,
-                "IMAGES": True, "PARTS": 8, "SUM_EPS": 1e-20, "OVERLAP": True,
+                "IMAGES": True, "PARTS": 8, "SUM_EPS": 1e-20,
+                "EARLY": True, "OVERLAP": True,
             }, 1,
         ),
         ("mhc of few rows", *streams(64, OVERLAP=True)),
