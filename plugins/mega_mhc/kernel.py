@@ -27,10 +27,8 @@ from plugins.registry import OPERATORS
 PART_CHANNELS = 320
 # Up to this many rows every tile of a row is a program of its own.
 _SPREAD_ROWS = 256
-# Up to this many rows a program keeps a part and takes rows in turn, where there is such a kernel.
-_HOPPER_ROWS = 1024
-# Rows of a program that finishes mixes: a warp has one; of many rows a lane has one.
-FINISH_ROWS, FINISH_MANY_ROWS = 4, 32
+# From more rows than that on a lane finishes a row's mix.
+_LANE_ROWS = 2048
 _FINISH_WARPS = 4
 _NORM_TILE = 1024
 _STACK_TILE = 1024
@@ -57,6 +55,12 @@ def launch(rows: int, *, wide: bool) -> Launch:
     return Launch(32, 64, 10, 8, 2, True)
 
 
+def finish_rows(rows: int) -> int:
+    """Rows of a program that finishes mixes: four warps have one of the fewest; then a warp has
+    one; of many rows a lane has one."""
+    return 1 if rows <= 3 else _FINISH_WARPS if rows <= _LANE_ROWS else 32
+
+
 class _Pass:
     """One pass over `streams` [T, S, D]: what is given is done."""
 
@@ -71,8 +75,7 @@ class _Pass:
         self.mixes = self.count * (2 + self.count)
         self.num_sums = padded(self.mixes + 1)
         self.overlap = overlaps(streams.device)
-        self.sums = self.arrivals = streams
-        self.follow = False
+        self.sums = streams
 
     def run(
         self,
@@ -98,7 +101,7 @@ class _Pass:
         # The pass reads fn before the launch ahead of it has ended: not a copy made by that one.
         overlap = self.overlap and (fn is None or fn.is_contiguous())
         if fn is not None:
-            self._make_room(places)
+            self.sums = s.new_empty((self.rows, places, self.num_sums), dtype=torch.float32)
             fn = self._stacked(fn.contiguous(), mix_tile) if stacked else fn.contiguous()
         programs = places if size.tiles == 1 else triton.cdiv(self.tiles, size.tiles)
         streams_pass[(triton.cdiv(self.rows, size.rows), programs)](
@@ -112,14 +115,6 @@ class _Pass:
         )  # fmt: skip
         return expanded, collapsed
 
-    def _make_room(self, places: int) -> None:
-        """For sums, and for the mix before anything that the pass reads is freed: `finish` may
-        write beside it."""
-        new = functools.partial(self.streams.new_empty, dtype=torch.float32)
-        self.sums = new((self.rows, places, self.num_sums))
-        of_stream = (self.rows, self.count)
-        self.mix = HcMix(new(of_stream), new(of_stream), new((*of_stream, self.count)))
-
     def run_hopper(
         self,
         y: torch.Tensor,
@@ -128,17 +123,12 @@ class _Pass:
         pre: torch.Tensor,
         fn: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of `run` by the kernel for Hopper, beside which `finish` may begin."""
+        """All of `run` by the kernel for Hopper."""
         s = self.streams
         expanded = torch.empty_like(s, memory_format=torch.contiguous_format)
         collapsed = s.new_empty((self.rows, self.width))
-        self._make_room(self.parts)
-        self.follow = True
-        self.arrivals = s.new_zeros(triton.cdiv(self.rows, hopper.ROWS), dtype=torch.int32)
-        hopper.launch(
-            s, unit_stride(y), post, comb, pre, fn, expanded, collapsed, self.sums,
-            self.arrivals,
-        )  # fmt: skip
+        self.sums = s.new_empty((self.rows, self.parts, self.num_sums), dtype=torch.float32)
+        hopper.launch(s, y, post, comb, pre, fn, expanded, collapsed, self.sums)
         return expanded, collapsed
 
     def _stacked(self, fn: torch.Tensor, mix_tile: int) -> torch.Tensor:
@@ -162,17 +152,16 @@ class _Pass:
         norm_eps: float,
     ) -> HcMix:
         """The mix of the sums that `run` left; `collapsed`, if given, is normalised in place."""
-        s, rows, mix = self.count, self.rows, self.mix
-        many = rows > _SPREAD_ROWS
-        of_program = FINISH_MANY_ROWS if many else FINISH_ROWS
+        s, rows = self.count, self.rows
+        new = functools.partial(self.streams.new_empty, dtype=torch.float32)
+        mix = HcMix(new((rows, s)), new((rows, s)), new((rows, s, s)))
+        of_program = finish_rows(rows)
         programs = triton.cdiv(rows, of_program) + (rows if collapsed is not None else 0)
-        if self.follow:
-            programs = triton.cdiv(rows, of_program) * (of_program + 1)
         finish[(programs,)](
-            self.sums, self.arrivals, base, scale, *mix, _given(collapsed, base),
-            _given(norm, base), rows, sinkhorn_iters, hc_eps, norm_eps, self.width, s,
-            self.num_sums, self.parts, self.per_part, of_program, many,
-            min(_NORM_TILE, padded(self.width)), self.follow, self.overlap, not INTERPRETED,
+            self.sums, base, scale, *mix, _given(collapsed, base), _given(norm, base), rows,
+            sinkhorn_iters, hc_eps, norm_eps, self.width, s, self.num_sums, self.parts,
+            self.per_part, of_program, of_program > _FINISH_WARPS,
+            min(_NORM_TILE, padded(self.width)), self.overlap, not INTERPRETED,
             num_warps=_FINISH_WARPS, launch_pdl=self.overlap, enable_fp_fusion=False,
         )  # fmt: skip
         return mix
@@ -254,8 +243,9 @@ def mega_mhc(
         )  # fmt: skip
         return pieces
     one = _Pass(streams)
-    some_rows = _SPREAD_ROWS < one.rows <= _HOPPER_ROWS and fn.is_contiguous()
-    for_hopper = some_rows and hopper.takes(one.streams, one.parts)
+    y = unit_stride(y)
+    many = one.rows > _SPREAD_ROWS and fn.is_contiguous()
+    for_hopper = many and hopper.takes(one.streams, y, one.parts)
     expanded, collapsed = (one.run_hopper if for_hopper else one.run)(
         y=y, post=post.contiguous(), comb=comb.contiguous(), pre=pre.contiguous(), fn=fn
     )

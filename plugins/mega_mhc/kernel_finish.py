@@ -17,21 +17,6 @@ from plugins.device.overlap import after_previous
 
 
 @triton.jit
-def _begin(
-    arrivals, block, PARTS: tl.constexpr, FOLLOW: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
-    """Wait for the pass or, if FOLLOW, for a block of its rows: a launch with `launch_pdl` begins
-    when all programs of the one before it run, so those that are waited for never wait."""
-    if FOLLOW:
-        tl.extra.cuda.gdc_launch_dependents()
-        arrived = tl.atomic_add(arrivals + block, 0, sem="acquire")
-        while arrived < PARTS:
-            arrived = tl.atomic_add(arrivals + block, 0, sem="acquire")
-    else:
-        after_previous(OVERLAP)
-
-
-@triton.jit
 def _everywhere(x, place: tl.constexpr):
     """x [rows, SUMS] at one place, at every place of its row."""
     return tl.gather(x, tl.zeros(x.shape, tl.int32) + place, 1)
@@ -105,36 +90,64 @@ def _sinkhorn(logits, iterations, eps, S: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _add_parts(at, there, first, PARTS: tl.constexpr, PER: tl.constexpr, SUMS: tl.constexpr):
+    """The sum of a quarter of a row's parts, of PER tiles each, from part `first` on. All loads
+    stand before the first addition: they are under way together."""
+    COUNT: tl.constexpr = (PARTS + 3) // 4
+    loaded = ()
+    for i in tl.static_range(COUNT * PER):
+        part = first + i // PER
+        is_part = there if PARTS % 4 == 0 else there & (part < PARTS)
+        one = tl.load(at + (part * PER + i % PER) * SUMS, mask=is_part, other=0.0)
+        loaded = loaded + (one,)  # noqa: RUF005
+    total = tl.zeros(at.shape, tl.float32)
+    for part in tl.static_range(COUNT):
+        one = loaded[part * PER]
+        for tile in tl.static_range(1, PER):
+            one += loaded[part * PER + tile]
+        total += one
+    return total
+
+
+@triton.jit
 def _mix_rows(
-    program, sums, arrivals, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
+    program, sums, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
     norm_eps, WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr,
-    PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FOLLOW: tl.constexpr,
-    OVERLAP: tl.constexpr, NATIVE: tl.constexpr,
+    PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The mix of ROWS rows. A sum is a lane; for Sinkhorn, a chain of short steps in which lanes
-    that asked each other would wait, all S · S cells of a row are either in every lane or, with
-    COLUMNS, in one lane, where its logits arrive through `sums`."""
+    """The mix of ROWS rows, or of one row by four warps, of which each adds up a quarter of the
+    parts. A sum is a lane; for Sinkhorn, a chain of short steps in which lanes that asked each
+    other would wait, all S · S cells of a row are either in every lane or, with COLUMNS, in one
+    lane, where its logits arrive through `sums`."""
     MIXES: tl.constexpr = S * (2 + S)
-    row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    QUARTER: tl.constexpr = (PARTS + 3) // 4
+    HIGH: tl.constexpr = ROWS if ROWS > 1 else 4
+    if ROWS > 1:
+        row = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    else:
+        row = (program + tl.zeros((4,), tl.int32)).to(tl.int64)[:, None]
     is_row = row < num_rows
     place = tl.arange(0, SUMS)[None, :]
     shift = tl.load(base + place, mask=place < MIXES, other=0.0).to(tl.float32)
     kind = tl.where(place < 2 * S, place // S, 2)
     factor = tl.load(scale + kind, mask=place < MIXES, other=0.0).to(tl.float32)
-    shift, factor = tl.broadcast_to(shift, (ROWS, SUMS)), tl.broadcast_to(factor, (ROWS, SUMS))
-    _begin(arrivals, program, PARTS, FOLLOW, OVERLAP)
-    # All loads before the first addition: they are under way together.
+    shift, factor = tl.broadcast_to(shift, (HIGH, SUMS)), tl.broadcast_to(factor, (HIGH, SUMS))
+    after_previous(OVERLAP)
     at = sums + row * (PARTS * PER * SUMS) + place
     there = is_row & (place <= MIXES)
-    loaded = ()
-    for i in tl.static_range(PARTS * PER):
-        loaded = loaded + (tl.load(at + i * SUMS, mask=there, other=0.0),)  # noqa: RUF005
-    total = tl.zeros((ROWS, SUMS), tl.float32)
-    for part in tl.static_range(PARTS):
-        one = loaded[part * PER]
-        for tile in tl.static_range(1, PER):
-            one += loaded[part * PER + tile]
-        total += one
+    if ROWS > 1:
+        total = _add_parts(at, there, 0, PARTS, PER, SUMS)
+        second = _add_parts(at, there, QUARTER, PARTS, PER, SUMS)
+        third = _add_parts(at, there, 2 * QUARTER, PARTS, PER, SUMS)
+        total = (total + second) + (third + _add_parts(at, there, 3 * QUARTER, PARTS, PER, SUMS))
+    else:
+        quarter = tl.arange(0, 4)[:, None]
+        total = _add_parts(at, there, quarter * QUARTER, PARTS, PER, SUMS)
+        # Neighbours, and then what is left: one sum of four would be in an order of its own.
+        total = tl.sum(tl.sum(tl.reshape(total, (2, 2, SUMS)), axis=1), axis=0)[None, :]
+        total = tl.broadcast_to(total, (4, SUMS))
+        is_row = is_row & (quarter == 0)
     inverse = _inverse_rms(_everywhere(total, MIXES), S * WIDTH, norm_eps)
     logits = tl.fma(total * inverse, factor, shift)
     gate = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
@@ -156,7 +169,7 @@ def _mix_rows(
         for cell in tl.static_range(S * S):
             of_cells = of_cells + (_everywhere(logits, 2 * S + cell),)  # noqa: RUF005
         cells = _sinkhorn(of_cells, sinkhorn_iters, hc_eps, S, NATIVE)
-        grid = tl.zeros((ROWS, SUMS), tl.float32)
+        grid = tl.zeros((HIGH, SUMS), tl.float32)
         for cell in tl.static_range(S * S):
             grid = tl.where(place == 2 * S + cell, cells[cell], grid)
         at = comb + row * (S * S) + place - 2 * S
@@ -165,8 +178,8 @@ def _mix_rows(
 
 @triton.jit
 def _normalise_row(
-    row, collapsed, weight, arrivals, block, norm_eps, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    PARTS: tl.constexpr, FOLLOW: tl.constexpr, OVERLAP: tl.constexpr,
+    row, collapsed, weight, norm_eps, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
     gains, values = (), ()
@@ -174,7 +187,7 @@ def _normalise_row(
         column = i * TILE + tl.arange(0, TILE)
         gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         gains = gains + (gain,)  # noqa: RUF005
-    _begin(arrivals, block, PARTS, FOLLOW, OVERLAP)
+    after_previous(OVERLAP)
     at = collapsed + tl.cast(row, tl.int64) * WIDTH
     squares = tl.zeros((TILE,), tl.float32)
     for i in tl.static_range(TILES):
@@ -191,34 +204,21 @@ def _normalise_row(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def finish(
-    sums, arrivals, base, scale, pre, post, comb, collapsed, weight, num_rows, sinkhorn_iters,
-    hc_eps, norm_eps, WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr,
-    PARTS: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE: tl.constexpr, FOLLOW: tl.constexpr, OVERLAP: tl.constexpr, NATIVE: tl.constexpr,
+    sums, base, scale, pre, post, comb, collapsed, weight, num_rows, sinkhorn_iters, hc_eps,
+    norm_eps, WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr,
+    PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """From `sums` [rows, PARTS · PER, SUMS], PER to a part, the mix: by programs of ROWS rows each.
     By others, where they are, one row of `collapsed` normalised where it lies. Weights are loaded
-    before the pass has ended. FOLLOW: a block of ROWS rows is finished as soon as `arrivals` has
-    counted its parts, while the pass is at others."""
-    program = tl.program_id(0)
-    if FOLLOW:
-        block, place = program // (ROWS + 1), program % (ROWS + 1)
-        row = block * ROWS + place - 1
-        mixes = place == 0
-        if program == tl.num_programs(0) - 1:
-            # Whatever waits for this launch then waits for the pass too.
-            tl.extra.cuda.gdc_wait()
+    before the pass has ended."""
+    program, mixing = tl.program_id(0), tl.cdiv(num_rows, ROWS)
+    if program < mixing:
+        _mix_rows(
+            program, sums, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
+            norm_eps, WIDTH, S, SUMS, PARTS, PER, ROWS, COLUMNS, OVERLAP, NATIVE,
+        )  # fmt: skip
     else:
         # The last rows first: they are still in the L2 cache.
-        block, mixing = program, tl.cdiv(num_rows, ROWS)
         row = num_rows - 1 - (program - mixing)
-        mixes = program < mixing
-    if mixes:
-        _mix_rows(
-            block, sums, arrivals, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
-            norm_eps, WIDTH, S, SUMS, PARTS, PER, ROWS, COLUMNS, FOLLOW, OVERLAP, NATIVE,
-        )  # fmt: skip
-    elif row < num_rows:
-        _normalise_row(
-            row, collapsed, weight, arrivals, block, norm_eps, WIDTH, TILE, PARTS, FOLLOW, OVERLAP
-        )
+        _normalise_row(row, collapsed, weight, norm_eps, WIDTH, TILE, OVERLAP)

@@ -1,7 +1,8 @@
 """The pass over many rows of bfloat16 streams on Hopper, in Gluon; docs/kernels/mega_mhc.md.
 
-A program keeps one part's coefficients in shared memory for good and takes blocks of rows in turn,
-two tiles ahead in registers. Its bits are those of kernel_pass.py, tile by tile.
+A program keeps one part's coefficients in shared memory for good. Its groups of four warps take
+blocks of rows in turn, each at its own pace, a tile ahead in registers. Bits are those of
+kernel_pass.py, tile by tile.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -15,18 +16,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from plugins.device.launch import limits
 
-# Rows of a block, channels of a tile, tiles of a part, and tiles under way.
-ROWS, TILE, TILES, AHEAD = 32, 64, 5, 2
-WARPS = 8
-# Leaves a place for a program of `finish` beside the pass.
-REGISTERS = 208
-SIZES = {"ROWS": ROWS, "TILE": TILE, "TILES": TILES, "AHEAD": AHEAD}
+# Rows of a block, channels of a tile, tiles of a part.
+ROWS, TILE, TILES = 16, 64, 5
+# Groups of four warps, and the registers of a thread that so many leave it.
+GROUPS, REGISTERS = 3, 168
+SIZES = {"ROWS": ROWS, "TILE": TILE, "TILES": TILES, "GROUPS": GROUPS, "REGISTERS": REGISTERS}
 
 
 @gluon.jit
@@ -38,65 +39,76 @@ def _after_previous():
 
 
 @gluon.jit
-def _zero():
-    """A zero that the compiler does not know, so that it makes no constants of what it is added to:
-    it would keep a hundred of them outside of the loop, in local memory."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
 def _upper(x):
     bits = x.to(gl.uint32, bitcast=True) >> 16
     return bits.to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
 
+# Streams are read as words of two channels: single ones cost an instruction more to take apart.
+
+
 @gluon.jit
-def _rounded(x):
+def _words(pointer):
+    return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
+
+
+@gluon.jit
+def _word(low, high):
+    """Two float32 rounded to bfloat16."""
     return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
+def _low(word):
+    return (word << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _high(word):
+    return (word & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _keep_coefficients(
-    coefficients, fn, first, WIDTH: gl.constexpr, MIXES: gl.constexpr, TILES: gl.constexpr,
-    TILE: gl.constexpr, LINES: gl.constexpr,
+    coefficients, fn, first, group: gl.constexpr, WIDTH: gl.constexpr, MIXES: gl.constexpr,
+    TILES: gl.constexpr, TILE: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """A part's columns of fn, its upper and lower bfloat16 halves 8 rows apart, for each tile and
-    stream [64, TILE]. All loads are under way at once."""
+    """A group's share of a part's columns of fn, its upper and lower bfloat16 halves 8 rows apart,
+    for each tile and stream [64, TILE]. All loads are under way at once."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    EACH: gl.constexpr = (4 * TILES + GROUPS - 1) // GROUPS
     mix = gl.arange(0, 32, layout=gl.SliceLayout(1, LINES))
     column = first + gl.arange(0, TILE, layout=gl.SliceLayout(0, LINES))
     at = fn + mix[:, None] * (4 * WIDTH) + column[None, :]
     there = (mix < MIXES)[:, None]
     loaded = ()
-    for i in gl.static_range(4 * TILES):
-        one = gl.load(at + (i % 4 * WIDTH + i // 4 * TILE), mask=there, other=0.0)
-        loaded = loaded + (one,)  # noqa: RUF005 (kernels know no unpacking)
-    for i in gl.static_range(4 * TILES):
-        x = loaded[i].to(gl.float32)
-        high = _upper(x)
-        both = gl.join(high, _upper(x - high.to(gl.float32)))
-        both = both.reshape([4, 8, TILE, 2]).permute([0, 3, 1, 2]).reshape([64, TILE])
-        coefficients.index(i).store(both)
+    for k in gl.static_range(EACH):
+        if k * GROUPS + group < 4 * TILES:
+            stream = (k * GROUPS + group) % 4
+            tile = (k * GROUPS + group) // 4
+            one = gl.load(at + (stream * WIDTH + tile * TILE), mask=there, other=0.0)
+            loaded = loaded + (one,)  # noqa: RUF005 (kernels know no unpacking)
+    for k in gl.static_range(EACH):
+        if k * GROUPS + group < 4 * TILES:
+            x = loaded[k].to(gl.float32)
+            high = _upper(x)
+            both = gl.join(high, _upper(x - high.to(gl.float32)))
+            both = both.reshape([4, 8, TILE, 2]).permute([0, 3, 1, 2]).reshape([64, TILE])
+            coefficients.index(k * GROUPS + group).store(both)
 
 
 @gluon.jit
-def _places(streams, row_stride, y, y_stride, row, column):
-    """Where the first tile of the rows' first stream and of y lies."""
-    at = streams + (row * row_stride)[:, None] + column[None, :]
-    of_y = y + (row * y_stride)[:, None] + column[None, :]
-    return at, of_y
-
-
-@gluon.jit
-def _load_tile(places, stream_stride, tile: gl.constexpr, is_row, TILE: gl.constexpr):
+def _load_tile(streams, row_stride, stream_stride, y, y_stride, row, num_rows, word):
+    """Words of the four streams and of y of rows."""
+    there = (row < num_rows)[:, None]
+    at = streams + (row * row_stride)[:, None] + word[None, :]
     loaded = ()
     for i in gl.static_range(4):
-        at = places[0] + i * stream_stride + tile * TILE
-        loaded = loaded + (gl.load(at, mask=is_row, other=0.0),)  # noqa: RUF005
-    return loaded + (gl.load(places[1] + tile * TILE, mask=is_row, other=0.0),)  # noqa: RUF005
+        loaded = loaded + (gl.load(at + i * stream_stride, mask=there, other=0),)  # noqa: RUF005
+    at = y + (row * y_stride)[:, None] + word[None, :]
+    return loaded + (gl.load(at, mask=there, other=0),)  # noqa: RUF005
 
 
 @gluon.jit
@@ -126,110 +138,95 @@ def _load_shares(post, comb, pre, row, num_rows):
 
 
 @gluon.jit
-def _row_sums(x, ROWS: gl.constexpr, TILE: gl.constexpr):
-    """As in kernel_pass.py: neighbours are added until one is left."""
-    for step in gl.static_range(6):
-        x = gl.sum(gl.reshape(x, [ROWS, TILE >> (step + 1), 2]), axis=2)
+def _row_sums(x, ROWS: gl.constexpr, WORDS: gl.constexpr):
+    """As in kernel_pass.py, whose first neighbours are a word's: until one is left."""
+    for step in gl.static_range(5):
+        x = gl.sum(gl.reshape(x, [ROWS, WORDS >> (step + 1), 2]), axis=2)
     return gl.reshape(x, [ROWS])
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
-def streams_hopper(
+@gluon.jit
+def _rows_in_turn(
+    group: gl.constexpr, coefficients, values, ready,
     streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
-    expanded, collapsed, sums, arrivals, num_rows,
+    expanded, collapsed, sums, num_rows,
     WIDTH: gl.constexpr, MIXES: gl.constexpr, SUMS: gl.constexpr, PARTS: gl.constexpr,
-    ROWS: gl.constexpr, TILE: gl.constexpr, TILES: gl.constexpr, AHEAD: gl.constexpr,
+    ROWS: gl.constexpr, TILE: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """expanded [rows, 4, WIDTH], collapsed [rows, WIDTH] and `sums` [rows, PARTS, SUMS]. A part of
-    a block of rows that is done is counted in `arrivals`."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 16, 16])
-    LEFT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 8], [0, 1])
+    """One group of a program: every so many-th block of rows, from the first tile to the last."""
+    WORDS: gl.constexpr = TILE // 2
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    LEFT: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 4], [0, 1])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    coefficients = gl.allocate_shared_memory(gl.bfloat16, [4 * TILES, 64, TILE], SHARED)
-    # Two of each stream, and each its own: between two stores to one the compiler puts a barrier.
-    values = ()
-    for _ in gl.static_range(8):
-        one = gl.allocate_shared_memory(gl.bfloat16, [ROWS, TILE], SHARED)
-        values = values + (one,)  # noqa: RUF005
     part = gl.program_id(0) % PARTS
-    group = gl.program_id(0) // PARTS
-    groups = gl.num_programs(0) // PARTS
+    step = gl.num_programs(0) // PARTS * GROUPS
     first = part * (TILES * TILE)
-    _keep_coefficients(coefficients, fn, first, WIDTH, MIXES, TILES, TILE, LINES)
+    _keep_coefficients(coefficients, fn, first, group, WIDTH, MIXES, TILES, TILE, GROUPS)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(ready, count=1)
     _after_previous()
-    blocks = gl.cdiv(num_rows, ROWS)
-    lane_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
-    lane_column = first + gl.arange(0, TILE, layout=gl.SliceLayout(0, LINES))
+    mbarrier.wait(ready, 0)
+    lane_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, PAIRS))
+    word = first // 2 + gl.arange(0, WORDS, layout=gl.SliceLayout(0, PAIRS))
+    streams, row_stride, stream_stride = _words(streams), row_stride // 2, stream_stride // 2
+    y, y_stride = _words(y), y_stride // 2
     none = gl.zeros([64, ROWS], gl.float32, layout=PRODUCT)
-    row = (group * ROWS + lane_row).to(gl.int64)
-    is_row = (row < num_rows)[:, None]
-    shares = _load_shares(post, comb, pre, row, num_rows)
-    places = _places(streams, row_stride, y, y_stride, row, lane_column)
-    loaded = ()
-    for tile in gl.static_range(AHEAD):
-        loaded = loaded + (_load_tile(places, stream_stride, tile, is_row, TILE),)  # noqa: RUF005
-    for block in range(group, blocks, groups):
-        expanded_at = expanded + (row * (4 * WIDTH))[:, None] + lane_column[None, :]
-        collapsed_at = collapsed + (row * WIDTH)[:, None] + lane_column[None, :]
+    zeros = gl.zeros([ROWS, WORDS], gl.float32, layout=PAIRS)
+    begin = gl.program_id(0) // PARTS * GROUPS + group
+    row = (begin * ROWS + lane_row).to(gl.int64)
+    now = _load_tile(streams, row_stride, stream_stride, y, y_stride, row, num_rows, word)
+    for block in range(begin, gl.cdiv(num_rows, ROWS), step):
+        row = (block * ROWS + lane_row).to(gl.int64)
+        following = ((block + step) * ROWS + lane_row).to(gl.int64)
+        is_row = (row < num_rows)[:, None]
+        shares = _load_shares(post, comb, pre, row, num_rows)
+        expanded_at = _words(expanded) + (row * (2 * WIDTH))[:, None] + word[None, :]
+        collapsed_at = _words(collapsed) + (row * (WIDTH // 2))[:, None] + word[None, :]
         total = gl.sum(none.reshape([4, 2, 8, ROWS]), axis=1)
-        squares_total = _row_sums(gl.zeros([ROWS, TILE], gl.float32, layout=LINES), ROWS, TILE)
-        for tile in gl.static_range(TILES):
-            unknown = _zero()
-            if tile + AHEAD < TILES:
-                then = _load_tile(places, stream_stride, tile + AHEAD, is_row, TILE)
-            else:
-                if tile + AHEAD == TILES:
-                    following = ((block + groups) * ROWS + lane_row).to(gl.int64)
-                    follows = (following < num_rows)[:, None]
-                    coming = _load_shares(post, comb, pre, following, num_rows)
-                    next_places = _places(
-                        streams, row_stride, y, y_stride, following, lane_column
-                    )  # fmt: skip
-                then = _load_tile(
-                    next_places, stream_stride, tile + AHEAD - TILES, follows, TILE
-                )  # fmt: skip
-            loaded = loaded + (then,)  # noqa: RUF005
-            now = loaded[tile]
-            x0, x1 = now[0].to(gl.float32), now[1].to(gl.float32)
-            x2, x3 = now[2].to(gl.float32), now[3].to(gl.float32)
-            sublayer = now[4].to(gl.float32)
+        squares_total = _row_sums(zeros, ROWS, WORDS)
+        for tile in range(TILES):
+            wraps = tile == TILES - 1
+            coming = _load_tile(
+                streams, row_stride, stream_stride, y, y_stride,
+                gl.where(wraps, following, row), num_rows,
+                word + gl.where(wraps, 0, tile + 1) * WORDS,
+            )  # fmt: skip
             made = ()
             for j in gl.static_range(4):
-                value = shares[j] * x0
-                value = _fma(shares[4 + j], x1, value)
-                value = _fma(shares[8 + j], x2, value)
-                value = _fma(shares[12 + j], x3, value)
-                value = _rounded(_fma(shares[16 + j], sublayer, value))
-                values[2 * j + tile % 2].store(value)
-                made = made + (value,)  # noqa: RUF005
+                low, high = shares[j] * _low(now[0]), shares[j] * _high(now[0])
+                for i in gl.static_range(1, 5):
+                    low = _fma(shares[4 * i + j], _low(now[i]), low)
+                    high = _fma(shares[4 * i + j], _high(now[i]), high)
+                both = _word(low, high)
+                values[j].store(both)
+                made = made + (both,)  # noqa: RUF005
             fence_async_shared()
             gl.thread_barrier()
-            going = warpgroup_mma(
-                coefficients.index(unknown + tile * 4), values[tile % 2].permute((1, 0)),
-                none, use_acc=False, is_async=True,
-            )  # fmt: skip
-            for j in gl.static_range(1, 4):
-                going = warpgroup_mma(
-                    coefficients.index(unknown + (tile * 4 + j)),
-                    values[2 * j + tile % 2].permute((1, 0)), going, is_async=True,
-                )  # fmt: skip
-            squares = gl.zeros([ROWS, TILE], gl.float32, layout=LINES)
-            merged = squares
+            going = none
             for j in gl.static_range(4):
-                at = expanded_at + (j * WIDTH + tile * TILE)
-                gl.store(at, made[j], mask=is_row)
-                value = made[j].to(gl.float32)
-                squares = gl.fma(value, value, squares)
-                merged = shares[20] * value if j == 0 else _fma(shares[20 + j], value, merged)
-            gl.store(collapsed_at + tile * TILE, _rounded(merged), mask=is_row)
-            squares_total += _row_sums(squares, ROWS, TILE)
+                operand = values[j]._reinterpret(gl.bfloat16, [ROWS, TILE], SHARED)
+                going = warpgroup_mma(
+                    coefficients.index(tile * 4 + j), operand.permute((1, 0)), going,
+                    use_acc=j > 0, is_async=True,
+                )  # fmt: skip
+            squares, high_squares, merged, high_merged = zeros, zeros, zeros, zeros
+            for j in gl.static_range(4):
+                gl.store(expanded_at + (j * (WIDTH // 2) + tile * WORDS), made[j], mask=is_row)
+                low, high = _low(made[j]), _high(made[j])
+                squares = gl.fma(low, low, squares)
+                high_squares = gl.fma(high, high, high_squares)
+                if j == 0:
+                    merged, high_merged = shares[20] * low, shares[20] * high
+                else:
+                    merged = _fma(shares[20 + j], low, merged)
+                    high_merged = _fma(shares[20 + j], high, high_merged)
+            gl.store(collapsed_at + tile * WORDS, _word(merged, high_merged), mask=is_row)
+            squares_total += _row_sums(squares + high_squares, ROWS, WORDS)
             halves = warpgroup_mma_wait(0, deps=[going])
             total += gl.sum(halves.reshape([4, 2, 8, ROWS]), axis=1)
-        rest = ()
-        for i in gl.static_range(AHEAD):
-            rest = rest + (loaded[TILES + i],)  # noqa: RUF005
-        loaded = rest
+            now = coming
         left = gl.convert_layout(total.reshape([32, ROWS]), LEFT)
         of_squares = gl.convert_layout(squares_total, gl.SliceLayout(0, LEFT))
         place = gl.arange(0, 32, layout=gl.SliceLayout(1, LEFT))
@@ -237,17 +234,72 @@ def streams_hopper(
         left = gl.where((place == MIXES)[:, None], of_squares[None, :], left)
         at = sums + ((left_row * PARTS + part) * SUMS)[None, :] + place[:, None]
         gl.store(at, left, mask=(left_row < num_rows)[None, :])
-        gl.thread_barrier()
-        gl.atomic_add(arrivals + block, 1, sem="release")
-        shares, places, row, is_row = coming, next_places, following, follows
 
 
-def takes(streams: torch.Tensor, parts: int) -> bool:
-    """Whether the kernel is made for these streams, and the device is a Hopper."""
+@gluon.jit
+def _room(ROWS: gl.constexpr, TILE: gl.constexpr):
+    """A group's tile of every stream, as words: each its own, since the compiler puts a barrier
+    between two stores to one."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    values = ()
+    for _ in gl.static_range(4):
+        one = gl.allocate_shared_memory(gl.int32, [ROWS, TILE // 2], SHARED)
+        values = values + (one,)  # noqa: RUF005
+    return values
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def streams_hopper(
+    streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
+    expanded, collapsed, sums, num_rows,
+    WIDTH: gl.constexpr, MIXES: gl.constexpr, SUMS: gl.constexpr, PARTS: gl.constexpr,
+    ROWS: gl.constexpr, TILE: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """expanded [rows, 4, WIDTH], collapsed [rows, WIDTH] and `sums` [rows, PARTS, SUMS]."""
+    gl.static_assert(GROUPS == 3)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    coefficients = gl.allocate_shared_memory(gl.bfloat16, [4 * TILES, 64, TILE], SHARED)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=GROUPS)
+    ours, second, third = _room(ROWS, TILE), _room(ROWS, TILE), _room(ROWS, TILE)
+    gl.warp_specialize(
+        [
+            (_rows_in_turn, (
+                0, coefficients, ours, ready,
+                streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
+                expanded, collapsed, sums, num_rows,
+                WIDTH, MIXES, SUMS, PARTS, ROWS, TILE, TILES, GROUPS,
+            )),
+            (_rows_in_turn, (
+                1, coefficients, second, ready,
+                streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
+                expanded, collapsed, sums, num_rows,
+                WIDTH, MIXES, SUMS, PARTS, ROWS, TILE, TILES, GROUPS,
+            )),
+            (_rows_in_turn, (
+                2, coefficients, third, ready,
+                streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
+                expanded, collapsed, sums, num_rows,
+                WIDTH, MIXES, SUMS, PARTS, ROWS, TILE, TILES, GROUPS,
+            )),
+        ],
+        [4, 4], [REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+def takes(streams: torch.Tensor, y: torch.Tensor, parts: int) -> bool:
+    """Whether the kernel is made for these streams and this y, and the device is a Hopper."""
     _, count, width = streams.shape
     known = count == 4 and width == parts * TILES * TILE and streams.dtype == torch.bfloat16
+    strides = (*streams.stride()[:2], y.stride(0), streams.data_ptr() // 2, y.data_ptr() // 2)
     device = limits(streams.device)
-    return known and device.warp_groups and device.multiprocessors >= parts
+    return (
+        known
+        and all(stride % 2 == 0 for stride in strides)
+        and device.warp_groups
+        and device.multiprocessors >= parts
+    )
 
 
 def launch(
@@ -260,14 +312,12 @@ def launch(
     expanded: torch.Tensor,
     collapsed: torch.Tensor,
     sums: torch.Tensor,
-    arrivals: torch.Tensor,
 ) -> None:
-    """Fill `expanded`, `collapsed` and `sums` [rows, parts, sums of a part]; `arrivals`, a zero for
-    each block of rows, counts its parts as they are done."""
+    """Fill `expanded`, `collapsed` and `sums` [rows, parts, sums of a part]."""
     rows, parts, num_sums = sums.shape
-    groups = min(limits(streams.device).multiprocessors // parts, -(-rows // ROWS))
-    streams_hopper[(parts * groups,)](
+    programs = min(limits(streams.device).multiprocessors // parts, -(-rows // (GROUPS * ROWS)))
+    streams_hopper[(parts * programs,)](
         streams, streams.stride(0), streams.stride(1), y, y.stride(0), post, comb, pre, fn,
-        expanded, collapsed, sums, arrivals, rows, streams.shape[2], fn.shape[0], num_sums, parts,
-        **SIZES, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
+        expanded, collapsed, sums, rows, streams.shape[2], fn.shape[0], num_sums, parts,
+        **SIZES, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip

@@ -43,8 +43,7 @@ GATE = {
 MHC = {
     "streams": "*bf16", "row_stride": STRIDE, "stream_stride": STRIDE, "y": "*bf16",
     "y_stride": STRIDE, "post": "*fp32", "comb": "*fp32", "pre": "*fp32", "fn": "*fp32",
-    "expanded": "*bf16", "collapsed": "*bf16", "sums": "*fp32", "arrivals": "*i32",
-    "num_rows": "i32",
+    "expanded": "*bf16", "collapsed": "*bf16", "sums": "*fp32", "num_rows": "i32",
     "num_tiles": "i32", "base": "*fp32", "scale": "*fp32", "weight": "*bf16", "stacked": "*bf16",
     "sinkhorn_iters": "i32", "hc_eps": "fp32", "norm_eps": "fp32",
 }  # fmt: skip
@@ -157,22 +156,18 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             {
                 **{n: x for n, x in STREAMS.items() if n != "S"}, "MIXES": 24, "PARTS": 16,
                 **mhc_hopper.SIZES,
-            }, mhc_hopper.WARPS,
+            }, 4,
         ),
         ("stack", stack, MHC, {"LENGTH": 20480, "TILE": 1024, "OVERLAP": True}, 4),
-        (
-            "finish", finish, MHC,
-            {
-                **STREAMS, "PARTS": 16, "PER": 5, "ROWS": mhc.FINISH_ROWS, "COLUMNS": False,
-                "TILE": 1024, "FOLLOW": False, "OVERLAP": True, "NATIVE": True,
-            }, 4,
-        ),
-        (
-            "finish beside the pass", finish, MHC,
-            {
-                **STREAMS, "PARTS": 16, "PER": 1, "ROWS": mhc_hopper.ROWS, "COLUMNS": True,
-                "TILE": 1024, "FOLLOW": True, "OVERLAP": True, "NATIVE": True,
-            }, 4,
+        *(
+            (
+                f"finish of {rows} rows", finish, MHC,
+                {
+                    **STREAMS, "PARTS": 16, "PER": per, "ROWS": mhc.finish_rows(rows),
+                    "COLUMNS": rows > 2048, "TILE": 1024, "OVERLAP": True, "NATIVE": True,
+                }, 4,
+            )
+            for rows, per in ((1, 5), (1024, 1), (8192, 1))
         ),
         ("norm", norm._rms_norm, ROWS, {"WIDTH": 5120, "PADDED": 8192, "OVERLAP": True}, 8),
         (
