@@ -40,7 +40,7 @@ from plugins.moe.kernel_hopper_operand import groups, operand, sums, tables, wor
 from plugins.moe.kernel_hopper_tile import largest_of, line, output_of, rows_of, store
 
 # Tokens of a launch, at most.
-FEW_ROWS = 8
+FEW_ROWS = 16
 WARPS = 4
 
 # An operand is one register here, and so is 0x40404040: the compiler would move a constant to one
@@ -262,7 +262,12 @@ class FewTile(NamedTuple):
         }  # fmt: skip
 
 
-TILE = FewTile(64, 5, 64, 6)
+TILE = FewTile(64, 4, 64, 5)
+
+
+def row_tile(tokens: int) -> int:
+    """Rows of a program for so many tokens."""
+    return 8 if tokens <= 8 else FEW_ROWS
 
 
 def takes_few(u: torch.Tensor, routed: DeviceExperts, shared: DeviceExperts) -> bool:
@@ -303,6 +308,6 @@ def few_products(
         rows, pairs, limit,
         SHARED=shared.num_experts, SHARED_STORED=shared.gate_up.stored,
         TOP_K=ids.shape[1] if matrices == 2 else 1, COLUMNS=codes.shape[1], OUTPUTS=outputs,
-        MATRICES=matrices, ROWS=FEW_ROWS, **TILE.constants(),
+        MATRICES=matrices, ROWS=row_tile(rows), **TILE.constants(),
         num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip

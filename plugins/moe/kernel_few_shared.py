@@ -30,14 +30,6 @@ FP8_BLOCKS = gl.constexpr(_FP8_BLOCKS.value)
 
 
 @gluon.jit
-def _prefetch(at):
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at.to(gl.int64, bitcast=True)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _scale_values(words, WHICH: gl.constexpr):
     """float32 values of the scales in one byte of every word."""
     bits = ((words << (23 - 8 * WHICH) if WHICH < 3 else words >> 1) & 0x7F800000).to(gl.int32)
@@ -58,7 +50,6 @@ def shared_tile(
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     SUMS: gl.constexpr = sums(ROWS, WARPS)
     CHUNKS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
     SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     OF_WORDS: gl.constexpr = gl.SliceLayout(1, WORDS)
@@ -91,14 +82,6 @@ def shared_tile(
         if i < STEPS:
             copy_weights(codes, scales, i, i, code_at, scale_at)
         async_copy.commit_group()
-    # The others come as near as the cache of all multiprocessors.
-    place = gl.arange(0, N, layout=gl.SliceLayout(1, LINES))
-    row = gl.minimum(first + place % EACH, OUTPUTS - 1)
-    offset = (place // EACH).to(gl.int64) * gl.multiple_of(apart, 16) + row * COLUMNS
-    near = gl.arange(0, 8, layout=gl.SliceLayout(0, LINES))
-    for i in range(STAGES - 1, STEPS, 8):
-        column = gl.minimum(i + near, STEPS - 1) * 128
-        _prefetch(code + (gl.expand_dims(offset, 1) + gl.expand_dims(column, 0)))
     wait()
     if MATRICES == 2:
         let_next_begin()

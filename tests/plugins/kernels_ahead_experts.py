@@ -79,13 +79,13 @@ def hopper_experts(pairs: int, matrices: int) -> tuple[Any, ...]:
     return hopper.product_hopper, arguments, constants, moe.hopper_tile(pairs).warps
 
 
-def few_experts(matrices: int, stored: int) -> tuple[Any, ...]:
-    """Of a few tokens; a shared expert is `stored` as a number of plugins/device/weights.py."""
+def few_experts(matrices: int, tokens: int, stored: int) -> tuple[Any, ...]:
+    """Of a few `tokens`; a shared expert is `stored` as a number of plugins/device/weights.py."""
     _, arguments, constants, _ = hopper_experts(64, matrices)
     constants = {n: x for n, x in constants.items() if n in ("TOP_K", "COLUMNS", "OUTPUTS")}
     constants |= {
         "MATRICES": matrices, "SHARED": 1, "SHARED_STORED": stored,
-        "ROWS": kernel_few.FEW_ROWS, **kernel_few.TILE.constants(),
+        "ROWS": kernel_few.row_tile(tokens), **kernel_few.TILE.constants(),
     }  # fmt: skip
     return kernel_few.product_few, arguments, constants, kernel_few.WARPS
 
@@ -121,8 +121,8 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
         ("experts up, many rows", *hopper_experts(512, 2)),
         ("experts down, some rows", *hopper_experts(64, 1)),
-        ("experts up, few rows", *few_experts(2, 0)),
-        ("experts down, few rows", *few_experts(1, 1)),
+        ("experts up, few rows", *few_experts(2, 1, 0)),
+        ("experts down, few rows", *few_experts(1, 16, 1)),
         (
             "route", routing.route, {**EXPERTS, "codes": "*fp8e4nv"},
             {"EXPERTS": 512, "CHUNK": 4096, "MOST": 128, "LATE": False, **rounded}, 8,
