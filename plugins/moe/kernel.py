@@ -177,10 +177,11 @@ def moe(
 ) -> torch.Tensor:
     """As the reference, whose arguments and result these are.
 
-    Released FP4 experts and bfloat16 rows are multiplied as E4M3, whose sums of 256 products are
-    added in float32, or stay in the tensor core where kernel_hopper.py takes many rows; otherwise
-    products take bfloat16 operands for bfloat16 rows and three TF32 products for float32 ones. A
-    row's experts are added in ascending order, then the shared ones.
+    Released FP4 experts of bfloat16 rows are multiplied as E4M3, whose sums of 256 products are
+    added in float32, or stay in the tensor core where kernel_hopper.py takes many rows; so are
+    shared experts beside kernel_few.py's few rows. Otherwise products take bfloat16 operands for
+    bfloat16 rows and three TF32 products for float32 ones. A row's experts are added in ascending
+    order, then the shared ones.
     With float64, a gradient, or experts in several formats the reference runs.
     """
     chosen, always = device_experts(routed, u.dtype), device_experts(shared, u.dtype)
