@@ -122,10 +122,14 @@ class CudaExecutor(TorchExecutor):
 
     def _draft(self, draft: HostDraft, features: torch.Tensor) -> DraftOutput | None:
         count = draft.shape.anchors
-        if self._draft_shape is None or not count:
+        if not count:
             return super()._draft(draft, features)
-        padded = draft.padded(self._draft_shape)
-        if self._results is None:
+        shape = self._draft_shape
+        if shape is None:
+            most = self._sizes.requests_for(draft.shape.requests)
+            shape = DraftShape(most, draft.shape.rows, most)
+        padded = draft.padded(shape)
+        if self._results is None or self._draft_shape is None:
             made = self._draft_behind(padded.upload(self._device), features)
             assert made is not None, "a padded pass has anchors"
         else:

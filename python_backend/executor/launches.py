@@ -207,9 +207,8 @@ def _run_all(network: Network, limits: CoreLimits, known: dict[tuple[Any, ...], 
         return
     width = len(config.dspark_target_layer_ids) * config.hidden_size
     features = torch.empty(limits.max_num_tokens, width, dtype=network.dtype, device=DEVICE)
-    few = numbers(limits.max_batch_size)
-    for rows, anchors, requests in turns(numbers(limits.max_num_tokens), few, few):
-        recorder.run_draft(DraftShape(max(anchors, requests), rows, anchors), features)
+    for rows, requests in turns(numbers(limits.max_num_tokens), sizes.requests):
+        recorder.run_draft(DraftShape(requests, rows, requests), features)
 
 
 class Sizes(NamedTuple):

@@ -73,6 +73,10 @@ class GraphSizes:
         """For the decoder's rows of a step; None where no size holds them."""
         return self._prefill(self.decoder_rows, step, (1, self.verify_rows))
 
+    def requests_for(self, requests: int) -> int:
+        """For a draft pass behind a step that is not of a decode size; each may be an anchor."""
+        return next(size for size in self.requests if size >= requests)
+
     def long(self, step: StepShape) -> StepShape:
         """For a segment that no size holds."""
         context = next(c for c in self.long_contexts if c >= step.max_context)

@@ -67,7 +67,7 @@ def random_streams(
     random: np.random.Generator, limits: CoreLimits
 ) -> tuple[list[Stream], list[int]]:
     """Requests and the steps before which they come: of very different lengths, some with a common
-    beginning; as many of a few tokens at once as there are places."""
+    beginning; then some of a few tokens at every step, until there are more than places."""
     longest = min(limits.max_seq_len - 60, 6000)
     shared = random.integers(3, 200, 64, dtype=np.int32)
     streams = []
@@ -76,10 +76,10 @@ def random_streams(
         prompt = np.concatenate([shared, own])[: int(random.integers(1, longest))]
         streams.append(stream(f"r{i}", prompt, int(random.integers(1, 24)), i % 3 > 0, seed=i))
     before = random.integers(0, 20, len(streams)).tolist()
-    for i in range(limits.max_batch_size):
+    for i in range(2 * limits.max_batch_size):
         prompt = random.integers(3, 200, int(random.integers(40, 70)), dtype=np.int32)
-        streams.append(stream(f"s{i}", prompt, 4, True, seed=i))
-        before.append(60)
+        streams.append(stream(f"s{i}", prompt, int(random.integers(4, 40)), True, seed=i))
+        before.append(60 + i // 8)
     return streams, before
 
 
