@@ -22,6 +22,7 @@ PLOT = ROOT / "docs" / "images" / "prefill.svg"
 ROWS = ROOT / "benchmarks" / "baselines" / "runtime-h200.jsonl"
 
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_ASKED = {"arithmetic": "word problems", "retrieval": "documents"}
 _SHOWN = 7  # operators by name in the plot; the rest is one
 
 Row = Mapping[str, Any]
@@ -71,8 +72,17 @@ def _served(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
+def _triton(row: Row) -> list[str]:
+    tokens = (f"{row[f'mean_{kind}_tokens']:,.0f}" for kind in ("input", "cached", "output"))
+    right = f"{row['right']} of {row['questions']}"
+    return [
+        _ASKED[row["task"]], str(row["concurrency"]), *tokens, right, f"{row['seconds']:.1f}",
+        f"{row['tokens_per_s']:,.0f}",
+    ]  # fmt: skip
+
+
 def _agreement(row: Row) -> list[str]:
-    asked = {"arithmetic": "word problems", "retrieval": "documents"}[row["task"]]
+    asked = _ASKED[row["task"]]
     if "agreement" not in row:
         tokens, right = f"{row['tokens']:,}", f"{row['right']} of {row['questions']}"
         return [asked, row["dtype"], "", "", tokens, "", "", "", right, ""]
@@ -111,6 +121,11 @@ TABLES = {
         ["graphs", "drafts", "right", "tokens a second, 64 at once", "first token, ms",
          "tokens a second, one alone", "first token, ms"],
         _served,
+    ),
+    "triton": (
+        ["questions", "at once", "tokens of a prompt", "of them cached", "of an answer", "right",
+         "seconds", "tokens a second"],
+        _triton,
     ),
     "agreement": (
         ["questions", "compute", "graphs", "drafts", "tokens", "same choice", "near ties",
