@@ -40,9 +40,15 @@ def cos_sin(position, inv_freq, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIR
 def turned(
     value, cos, sin, column, WIDTH: tl.constexpr, ROTATED: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """value [N, 2·PAIRS] turned by cos and sin [PAIRS], in its own dtype."""
+    """value [N, 2·PAIRS] turned by cos and sin [PAIRS], in its own dtype: the same bits in every
+    kernel.
+
+    A sum of two products rounds one of them first. Left to the compiler, which one depends on the
+    order in which a kernel loads its operands, so it is said here.
+    """
     even, odd = tl.split(value.to(tl.float32).reshape(value.shape[0], PAIRS, 2))
     cos, sin = cos[None, :], sin[None, :]
-    both = tl.join(even * cos - odd * sin, even * sin + odd * cos).reshape(value.shape)
+    first, second = tl.fma(even, cos, -(odd * sin)), tl.fma(odd, cos, even * sin)
+    both = tl.join(first, second).reshape(value.shape)
     # Elements that do not turn are copied: an infinity must not reach its neighbour as 0 · inf.
     return tl.where((column >= WIDTH - ROTATED)[None, :], both.to(value.dtype), value)

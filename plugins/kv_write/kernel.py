@@ -220,7 +220,12 @@ def rotated_write(
     *,
     eps: float,
 ) -> None:
-    """As the reference, in one launch; it runs for float64, a gradient or an unknown record."""
+    """As the reference, in one launch; it runs for float64, a gradient or an unknown record.
+
+    Without a norm, or up to 128 values a row, the bytes are those of rms_norm, apply_rope and
+    kv_write one after another. Wider rows' squares are summed by more warps than there, in another
+    order.
+    """
     stored = device_rows(rows)
     count, width = x.shape
     if stored is None or needs_reference(x, norm) or width % 2 or not count:

@@ -42,12 +42,7 @@ def test_queries_are_rotated_and_rounded(
     ours, scaled = kernel.index_queries(queries, weights, positions, inv_freq, record, scale=SCALE)
     turned = apply_rope(queries, positions, inv_freq)
     assert (ours.shape, ours.dtype) == (queries.shape, dtype)
-    if record is None and DEVICE == "cuda" and dtype == torch.float32:
-        # A product and a sum may be one instruction in one kernel and two in the other.
-        pairs = turned.double().unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
-        assert ((ours - turned).abs() <= pairs * 2.0**-22).all()
-    else:
-        assert torch.equal(ours, turned if record is None else record.round(turned))
+    assert torch.equal(ours, turned if record is None else record.round(turned))
     rtol = 2.0 ** (-7 if dtype == torch.bfloat16 else -22)  # the interpreter cuts to bfloat16
     torch.testing.assert_close(scaled.double(), weights.double() * SCALE, rtol=rtol, atol=0)
 
