@@ -125,11 +125,8 @@ class CudaExecutor(TorchExecutor):
         if not count:
             return super()._draft(draft, features)
         shape = self._draft_shape
-        if shape is None:
-            most = self._sizes.requests_for(draft.shape.requests)
-            shape = DraftShape(most, draft.shape.rows, most)
-        padded = draft.padded(shape)
-        if self._results is None or self._draft_shape is None:
+        padded = draft.padded(shape or self._sizes.draft(draft.shape))
+        if shape is None or self._results is None:
             made = self._draft_behind(padded.upload(self._device), features)
             assert made is not None, "a padded pass has anchors"
         else:

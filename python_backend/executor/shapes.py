@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.batch import StepShape
+from python_backend.executor.inputs import DraftShape
 from python_backend.settings import CoreLimits
 
 # Beyond these a segment keeps a device busy longer than its launches take.
@@ -73,9 +74,11 @@ class GraphSizes:
         """For the decoder's rows of a step; None where no size holds them."""
         return self._prefill(self.decoder_rows, step, (1, self.verify_rows))
 
-    def requests_for(self, requests: int) -> int:
-        """For a draft pass behind a step that is not of a decode size; each may be an anchor."""
-        return next(size for size in self.requests if size >= requests)
+    def draft(self, draft: DraftShape) -> DraftShape:
+        """For a draft pass behind a step that is not of a decode size; every request may be an
+        anchor."""
+        requests = next(size for size in self.requests if size >= draft.requests)
+        return DraftShape(requests, draft.rows, requests)
 
     def long(self, step: StepShape) -> StepShape:
         """For a segment that no size holds."""

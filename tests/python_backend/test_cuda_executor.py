@@ -18,7 +18,7 @@ from engine.paged_cache import CachePools
 from python_backend.core import EngineCore
 from python_backend.drafting.rule import DraftRule
 from python_backend.executor.cuda_executor import CudaExecutor
-from python_backend.executor.inputs import HostStep
+from python_backend.executor.inputs import DraftShape, HostStep
 from python_backend.executor.pools import pools_of
 from python_backend.executor.shapes import GraphSizes
 from python_backend.executor.torch_executor import PagedExecutor, TorchExecutor
@@ -146,6 +146,12 @@ def test_prefill_sizes(
 def test_sizes_of_long_segments() -> None:
     assert SIZES.long(StepShape(1, 257, 1, 64)) == (1, 257, 1, 128)
     assert SIZES.long(StepShape(9, 300, 9, 129)) == (9, 300, 9, 256)
+
+
+def test_sizes_of_draft_passes() -> None:
+    """Behind a step of no decode size: its rows as they are, and every request an anchor."""
+    assert SIZES.draft(DraftShape(3, 300, 2)) == (4, 300, 4)
+    assert SIZES.draft(DraftShape(8, 257, 8)) == (8, 257, 8)
 
 
 def test_a_long_segment_sees_an_eighth_too_much_at_most() -> None:
