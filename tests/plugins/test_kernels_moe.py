@@ -4,101 +4,26 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
+from expert_oracle import experts, in_float64, no_experts, on_device, relative
 from kernel_oracle import DEVICE, load_kernel
 
 from plugins.formats import mxfp8
-from plugins.formats.nvfp4 import quantize_weight
-from plugins.formats.released import quantize_fp4_rows, quantize_fp8_blocks, quantize_fp8_rows
-from plugins.linear.weight import PackedFormat, PackedMatrix
 from plugins.moe import ExpertWeights, PackedExpertWeights, moe
 from plugins.moe.cases import CASES, MoeCase
 
 kernel = load_kernel("moe")
 # Where the operator's module loads, so do its others.
-NAMES = ("device_weights", "kernel_few", "kernel_float8", "kernel_product", "kernel_route")
-device_weights, kernel_few, kernel_float8, kernel_product, kernel_route = (
+NAMES = ("device_weights", "kernel_float8", "kernel_product", "kernel_route")
+device_weights, kernel_float8, kernel_product, kernel_route = (
     importlib.import_module(f"plugins.moe.{name}") for name in NAMES
 )
 kernel_shared = importlib.import_module("plugins.moe.kernel_shared")
 
-QUANTIZERS: dict[str, Callable] = {
-    "fp4": quantize_fp4_rows,
-    "fp8": quantize_fp8_blocks,
-    "mxfp8": quantize_fp8_rows,
-    "nvfp4": quantize_weight,
-}
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def packed(weight: torch.Tensor, name: str, dtype: torch.dtype) -> PackedMatrix:
-    codes, scale, *rest = QUANTIZERS[name](weight)
-    factor = rest[0].to(DEVICE) if rest else None
-    shape = (weight.shape[0], weight.shape[1])
-    return PackedMatrix(
-        PackedFormat(name), shape, codes.to(DEVICE), scale.to(DEVICE), factor, dtype
-    )
-
-
-def experts(
-    count: int, hidden: int, inter: int, name: str, dtype: torch.dtype, spread: int = 0
-) -> PackedExpertWeights:
-    """Groups of 32 differ by up to 2^spread; one row of every matrix is zero."""
-    draw = torch.Generator().manual_seed(count + spread)
-
-    def matrices(rows: int, columns: int) -> list[PackedMatrix]:
-        made = []
-        for _ in range(count):
-            powers = 2.0 ** -torch.randint(spread + 1, (rows, columns // 32), generator=draw)
-            weight = torch.randn(rows, columns, generator=draw) * columns**-0.5
-            weight *= powers.repeat_interleave(32, 1)
-            weight[rows // 2] = 0.0
-            made.append(packed(weight, name, dtype))
-        return made
-
-    w1, w3, w2 = matrices(inter, hidden), matrices(inter, hidden), matrices(hidden, inter)
-    return PackedExpertWeights(w1, w3, w2, dtype, quantized_input=True)
-
-
-def on_device(operands: dict) -> dict:
-    def moved(x: object) -> object:
-        if isinstance(x, PackedExpertWeights):
-            return x
-        if isinstance(x, ExpertWeights):
-            return ExpertWeights(*(w.to(DEVICE) for w in (x.w1, x.w3, x.w2)), x.quantized_input)
-        return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
-
-    return {name: moved(x) for name, x in operands.items()}
-
-
-def in_float64(operands: dict) -> torch.Tensor:
-    """Token by token and expert by expert."""
-    u, ids, weights = (operands[name].cpu() for name in ("u", "ids", "weights"))
-    limit = operands["swiglu_limit"]
-    total = torch.zeros(u.shape, dtype=torch.float64)
-    for which in ("routed", "shared"):
-        of = operands[which]
-        w1, w3, w2 = (w.cpu().double() for w in (of.w1, of.w3, of.w2))
-        for t in range(len(u)):
-            x = u[t].double()
-            x = mxfp8.ACTIVATION.round(x) if of.quantized_input else x
-            chosen = ids[t].tolist() if which == "routed" else range(of.count)
-            for place, e in enumerate(chosen):
-                gate = (w1[e] @ x).clamp(max=limit)
-                a = gate * torch.sigmoid(gate) * (w3[e] @ x).clamp(-limit, limit)
-                a = a * weights[t, place].double() if which == "routed" else a
-                a = a.to(u.dtype).double()
-                total[t] += w2[e] @ (mxfp8.ACTIVATION.round(a) if of.quantized_input else a)
-    return total
-
-
-def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    difference = ours.cpu().double() - expected.double()
-    return float(difference.norm() / expected.double().norm().clamp(min=1e-30))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -150,7 +75,7 @@ def test_products_of_packed_weights_are_exact_up_to_summation(
     """`down` alone: its inputs need no rounding, and these weights none in bfloat16."""
     dtype, count, hidden, inter = torch.bfloat16, 2, 160, 256
     of = device_weights.device_experts(experts(count, hidden, inter, name, dtype, spread), dtype)
-    none = device_weights.device_experts(_no_experts(hidden, inter, dtype), dtype)
+    none = device_weights.device_experts(no_experts(hidden, inter, dtype), dtype)
     assert (of.down.stored == device_weights.FLOAT8) == (name == "fp4" and spread == 9)
     draw = torch.Generator().manual_seed(2)
     activation = torch.randn(5, inter, generator=draw) * 10.0 ** torch.arange(-2.0, 3.0)[:, None]
@@ -172,11 +97,6 @@ def test_products_of_packed_weights_are_exact_up_to_summation(
     for row, right in zip(y, expected, strict=True):
         # On a GPU, sums of 256 products inside the tensor core keep 14 bits.
         assert relative(row, right) < (1e-3 if DEVICE == "cuda" else tolerance)
-
-
-def _no_experts(hidden: int, inter: int, dtype: torch.dtype) -> ExpertWeights:
-    up = torch.empty(0, inter, hidden, dtype=dtype, device=DEVICE)
-    return ExpertWeights(up, up, up.transpose(1, 2), quantized_input=False)
 
 
 @pytest.mark.parametrize("stored", ["fp8", "mxfp8", "values"])
@@ -224,46 +144,9 @@ def test_many_rows_of_an_expert(rows: int, width: int) -> None:
     assert torch.equal(poisoned[others], whole[others])
 
 
-@pytest.mark.parametrize("stored", ["fp8", "mxfp8", None])
-@pytest.mark.parametrize("rows", [1, 8, 12])
-def test_few_tokens(rows: int, stored: str | None) -> None:
-    """On compute capability 9.0 by kernel_few.py. A token's bits are those that it has alone."""
-    dtype, hidden, inter = torch.bfloat16, *((512, 1280) if DEVICE == "cuda" else (256, 256))
-    of = experts(7, hidden, inter, "fp4", dtype, spread=5)
-    shared = _no_experts(hidden, inter, dtype)
-    if stored is not None:
-        shared = experts(1, hidden, inter, stored, dtype)
-    draw = torch.Generator().manual_seed(rows)
-    operands = on_device(
-        {
-            "u": torch.randn(rows, hidden, generator=draw).to(dtype),
-            "ids": torch.rand(rows, 7, generator=draw).argsort(1)[:, :3],
-            "weights": torch.rand(rows, 3, generator=draw),
-            "routed": of,
-            "shared": shared,
-            "swiglu_limit": 10.0,
-        }
-    )
-    on_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    known = (device_weights.device_experts(operands[name], dtype) for name in ("routed", "shared"))
-    assert kernel_few.takes_few(operands["u"], *known) == on_hopper
-    whole = kernel.moe(**operands)
-    assert relative(whole, in_float64(operands)) < 4e-2
-    if not on_hopper:
-        return
-    assert torch.equal(kernel.moe(**operands), whole)
-    for row in range(rows):
-        one = {name: operands[name][row : row + 1] for name in ("u", "ids", "weights")}
-        assert torch.equal(kernel.moe(**{**operands, **one}), whole[row : row + 1])
-    operands["u"][0, 5] = torch.nan
-    poisoned = kernel.moe(**operands)
-    assert poisoned[0].isnan().all()
-    assert torch.equal(poisoned[1:], whole[1:])
-
-
 def test_without_shared_experts() -> None:
     operands = MoeCase("no shared", 4, 64, 32, 4, 2).operands(torch.float32)
-    operands["shared"] = _no_experts(64, 32, torch.float32)
+    operands["shared"] = no_experts(64, 32, torch.float32)
     expected = in_float64(operands)
     assert relative(kernel.moe(**on_device(operands)), expected) < 2e-6
     none = torch.empty(0, 32, 64)
