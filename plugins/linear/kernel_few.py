@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from plugins.device.launch import limits, unit_stride
 from plugins.device.overlap import overlaps
+from plugins.device.overlap_gluon import let_next_begin, wait
 from plugins.device.weights import FP8_BLOCKS as _FP8_BLOCKS
 from plugins.device.weights import MXFP8, DeviceWeight
 from plugins.linear.weight import LinearWeight
@@ -94,21 +95,6 @@ def _round(words, ROWS: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def _wait():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _let_next_begin():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _scale_values(words, WHICH: gl.constexpr):
     """float32 values of the scales in one byte of every word."""
     bits = (words << (23 - 8 * WHICH) if WHICH < 3 else words >> 1) & 0x7F800000
@@ -117,7 +103,7 @@ def _scale_values(words, WHICH: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["num_rows", "programs", "per_group", "N", "other_N"])
-def product_few(
+def linear_few(
     x, x_stride, codes, scale, y, N, other_codes, other_scale, other_y, other_N,
     programs, per_group, scale_stride, num_rows, K,
     STORED: gl.constexpr, ROWS: gl.constexpr, SHARES: gl.constexpr, OUTPUTS: gl.constexpr,
@@ -136,7 +122,7 @@ def product_few(
         [1, 1, 16], [1, 4, 8], [SHARES, WARPS // SHARES, 1], [2, 1, 0]
     )
     if OVERLAP:
-        _let_next_begin()
+        let_next_begin()
     program = gl.program_id(0)
     is_other = program >= programs
     program -= gl.where(is_other, programs, 0)
@@ -177,7 +163,7 @@ def product_few(
             there = (scale_row < scale_rows)[None, :]
             scales += (gl.load(scale_at + i * SHARES, mask=there, other=0),)
     if OVERLAP:
-        _wait()
+        wait()
     values, value_scales = _kept_rows(
         x, x_stride, program // per_group * (K // 2), num_rows, ROWS, SHARES, STEPS
     )
@@ -289,7 +275,7 @@ def few_tiles(rows: int, outputs: int, inner: int, multiprocessors: int) -> FewT
 
 
 def takes_few(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: int = 1) -> bool:
-    """Whether product_few multiplies x [T, G·K] with `weight` [G·N, K], the form of `kept` on the
+    """Whether linear_few multiplies x [T, G·K] with `weight` [G·N, K], the form of `kept` on the
     device."""
     (rows, _), (outputs, inner), device = x.shape, weight.shape, limits(x.device)
     if not (device.warp_groups and 0 < rows <= FEW_ROWS and weight.words):
@@ -321,7 +307,7 @@ def few_products(
     programs = [triton.cdiv(one.shape[0], tile.outputs) for one in weights]
     even = all(one.shape[0] % tile.outputs == 0 for one in weights)
     overlap = overlaps(x.device)
-    product_few[(sum(programs),)](
+    linear_few[(sum(programs),)](
         x, x.stride(0), first.codes, first.scale, ys[0], outputs,
         other.codes, other.scale, ys[-1], other.shape[0], programs[0],
         programs[0] // groups if groups > 1 else sum(programs),

@@ -24,16 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from plugins.device.launch import INTERPRETED, limits
+from plugins.device.overlap_gluon import let_next_begin, wait
 from plugins.device.weights import FP8_BLOCKS, MXFP8
 from plugins.moe.device_weights import FLOAT8, DeviceExperts
-from plugins.moe.kernel_few_parts import (
-    address,
-    apart_of,
-    copy_rows,
-    copy_weights,
-    let_next_begin,
-    wait,
-)
+from plugins.moe.kernel_few_parts import address, apart_of, copy_rows, copy_weights
 from plugins.moe.kernel_few_shared import shared_tile
 from plugins.moe.kernel_float8 import EIGHT_CODES
 from plugins.moe.kernel_hopper_operand import groups, operand, sums, tables, words_layout
@@ -200,7 +194,7 @@ def _nth_of_one(ids, nth, TOP_K: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_pairs"])
-def product_few(
+def experts_few(
     x, powers, ids, segments, order, weights, table, exponents, shared_table, result, num_rows,
     num_pairs, limit,
     SHARED: gl.constexpr, SHARED_STORED: gl.constexpr, TOP_K: gl.constexpr, COLUMNS: gl.constexpr,
@@ -271,7 +265,7 @@ def row_tile(tokens: int) -> int:
 
 
 def takes_few(u: torch.Tensor, routed: DeviceExperts, shared: DeviceExperts) -> bool:
-    """Whether product_few multiplies rows u [T, D]: released FP4 experts of whole steps, and shared
+    """Whether experts_few multiplies rows u [T, D]: released FP4 experts of whole steps, and shared
     ones in E4M3."""
     if INTERPRETED or not limits(u.device).warp_groups or u.shape[0] > FEW_ROWS:
         return False
@@ -302,7 +296,7 @@ def few_products(
     rows, pairs, outputs = ids.shape[0], ids.numel(), result.shape[1]
     chosen = segments.shape[0] * triton.cdiv(outputs * matrices, TILE.weights)
     always = shared.num_experts * triton.cdiv(outputs * matrices, TILE.shared_weights)
-    product_few[(always + chosen,)](
+    experts_few[(always + chosen,)](
         codes, powers, ids, segments, order, weights, routed.table,
         routed.gate_up_exponents if matrices == 2 else routed.down_exponents, shared.table, result,
         rows, pairs, limit,

@@ -11,21 +11,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 
 @gluon.jit
-def wait():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def let_next_begin():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def address(table, expert, at: gl.constexpr, kind: gl.constexpr):
     return gl.multiple_of(gl.load(table + expert.to(gl.int64) * 9 + at).to(kind), 16)
 

@@ -14,15 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from plugins.device.overlap_gluon import let_next_begin, wait
 from plugins.device.weights import FP8_BLOCKS as _FP8_BLOCKS
-from plugins.moe.kernel_few_parts import (
-    address,
-    apart_of,
-    copy_rows,
-    copy_weights,
-    let_next_begin,
-    wait,
-)
+from plugins.moe.kernel_few_parts import address, apart_of, copy_rows, copy_weights
 from plugins.moe.kernel_hopper_operand import sums
 from plugins.moe.kernel_hopper_tile import activated
 

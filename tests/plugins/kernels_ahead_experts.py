@@ -87,7 +87,7 @@ def few_experts(matrices: int, tokens: int, stored: int) -> tuple[Any, ...]:
         "MATRICES": matrices, "SHARED": 1, "SHARED_STORED": stored,
         "ROWS": kernel_few.row_tile(tokens), **kernel_few.TILE.constants(),
     }  # fmt: skip
-    return kernel_few.product_few, arguments, constants, kernel_few.WARPS
+    return kernel_few.experts_few, arguments, constants, kernel_few.WARPS
 
 
 def streams(rows: int, **more: Any) -> tuple[Any, ...]:

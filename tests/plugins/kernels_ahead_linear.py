@@ -46,7 +46,7 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             "STORED": stored, "ROWS": rows, "SHARES": tile.shares, "OUTPUTS": tile.outputs,
             "STEPS": tile.steps, "STAGES": tile.stages, "EVEN": rows == 1, **overlap,
         }  # fmt: skip
-        made.append((f"linear {name}", few.product_few, LINEAR, constants, 8))
+        made.append((f"linear {name}", few.linear_few, LINEAR, constants, 8))
     for name, kind, constants in (
         ("values", "*bf16", {"STORED": 0, "WORDS": True, "EVEN": True, **DOT}),
         ("float32", "*fp32", {"STORED": 1, "WORDS": False, "EVEN": False, "DOT": tl.float32,
