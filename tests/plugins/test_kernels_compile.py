@@ -1,5 +1,5 @@
-"""Every kernel compiles for sm_90, and some of each kind for other generations, on a machine without
-a GPU, and fits the memory of its block.
+"""Every kernel compiles for sm_90, and some of each kind for the others, where there is no GPU,
+and fits the memory of its block.
 
 In a process of its own: where this one interprets kernels, it cannot compile them.
 """
