@@ -14,7 +14,7 @@ from engine.network.rows import CompressRows
 from engine.network.weights import CompressorWeights
 from plugins.compressor import pool_pairs, previous_rows
 from plugins.kv_write import rotated_write
-from plugins.linear import LinearWeight, linear, wide_linear
+from plugins.linear import LinearWeight, linear, wide_linear_pair
 from plugins.norm import rms_norm
 
 
@@ -51,7 +51,7 @@ def _pooled(
     cache: CacheView,
 ) -> torch.Tensor:
     """The latent [T, d] of the pair (row before, row), and the tail update."""
-    current = torch.cat([wide_linear(u, weights.wkv), wide_linear(u, wgate)], dim=-1)
+    current = wide_linear_pair(u, weights.wkv, wgate)
     previous = previous_rows(
         current,
         cache.tail(source),

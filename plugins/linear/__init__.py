@@ -1,6 +1,6 @@
 """The linear layer and the row tiling that makes CPU results independent of the batch."""
 
-from plugins.linear.reference import linear, linear_pair
+from plugins.linear.reference import linear, linear_pair, wide_linear, wide_linear_pair
 from plugins.linear.tiles import ROW_TILE, row_tiled
 from plugins.linear.weight import (
     LinearWeight,
@@ -9,7 +9,6 @@ from plugins.linear.weight import (
     PackedLinearWeight,
     PackedMatrix,
 )
-from plugins.linear.wide import wide_linear
 
 __all__ = [
     "ROW_TILE",
@@ -22,4 +21,5 @@ __all__ = [
     "linear_pair",
     "row_tiled",
     "wide_linear",
+    "wide_linear_pair",
 ]

@@ -22,6 +22,7 @@ from plugins.device.overlap import after_previous, overlaps
 from plugins.device.weights import DeviceWeight, device_weight, load_weight
 from plugins.linear.kernel_few import few_products, takes_few
 from plugins.linear.kernel_planes import planes_of, product_planes, spread_rows
+from plugins.linear.kernel_row import row_products, takes_row
 from plugins.linear.kernel_split import split_product
 from plugins.linear.weight import LinearWeight, PackedLinearWeight
 from plugins.registry import OPERATORS
@@ -300,6 +301,8 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     value = decode(packed, x.dtype) if packed is not None else value
     assert value is not None
     x = round_input(x, weight)
+    if takes_row(x, value):
+        return row_products(x, (value,), x.dtype)
     if (x.dtype, value.dtype) == (torch.float32, torch.bfloat16):
         return split_product(x, value)
     return x @ value.T
@@ -316,3 +319,30 @@ def linear_pair(
             one, other = few_products(x, (a, b))
             return one, other
     return linear(x, first), linear(x, second)
+
+
+def wide_linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """As the reference. bfloat16 rows and weights are multiplied as such, into float32 sums: the
+    same exact products, and nothing is widened first."""
+    if not _is_half(x, weight):
+        return linear(x.to(torch.promote_types(x.dtype, torch.float32)), weight)
+    value = weight.value
+    if takes_row(x, value):
+        return row_products(x, (value,), torch.float32)
+    if INTERPRETED:
+        return x.float() @ value.float().T
+    return torch.mm(x, value.T, out_dtype=torch.float32)
+
+
+def wide_linear_pair(x: torch.Tensor, first: LinearWeight, second: LinearWeight) -> torch.Tensor:
+    """As the reference, with the bits of wide_linear; one launch where that takes one row."""
+    if _is_half(x, first) and _is_half(x, second) and takes_row(x, first.value, second.value):
+        return row_products(x, (first.value, second.value), torch.float32)
+    return torch.cat([wide_linear(x, first), wide_linear(x, second)], dim=-1)
+
+
+def _is_half(x: torch.Tensor, weight: LinearWeight) -> bool:
+    """Whether bfloat16 values multiply bfloat16 rows that are not rounded first."""
+    if isinstance(weight, PackedLinearWeight) or weight.quantized_input:
+        return False
+    return x.dtype == weight.value.dtype == torch.bfloat16 and not needs_reference(x, weight.value)

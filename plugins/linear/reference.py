@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plugins.linear.schema import LINEAR_PAIR, SCHEMA
+from plugins.linear.schema import LINEAR_PAIR, SCHEMA, WIDE_LINEAR, WIDE_PAIR
 from plugins.linear.tiles import row_tiled
 from plugins.linear.weight import LinearWeight
 from plugins.registry import operator
@@ -24,3 +24,15 @@ def linear_pair(
     """x [T, K], weights [N, K] and [M, K] → linear(x, first) [T, N] and linear(x, second) [T, M],
     bit for bit; on a device one launch where rows are few."""
     return linear(x, first), linear(x, second)
+
+
+@operator(WIDE_LINEAR)
+def wide_linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """linear of x [T, K] in at least float32, whatever the rows are kept in: [T, N]."""
+    return linear(x.to(torch.promote_types(x.dtype, torch.float32)), weight)
+
+
+@operator(WIDE_PAIR)
+def wide_linear_pair(x: torch.Tensor, first: LinearWeight, second: LinearWeight) -> torch.Tensor:
+    """x [T, K], weights [N, K] and [M, K] → wide_linear of either, side by side [T, N + M]."""
+    return torch.cat([wide_linear(x, first), wide_linear(x, second)], dim=-1)

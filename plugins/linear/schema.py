@@ -1,4 +1,4 @@
-"""Contracts of the linear layer, and of two of the same input."""
+"""Contracts of the linear layer, of two of the same input, and of wide ones."""
 
 from plugins.schema import OperatorSchema, TensorSpec
 
@@ -20,6 +20,28 @@ LINEAR_PAIR = OperatorSchema(
         TensorSpec("second", ("M", "K"), kind="weight"),
     ),
     outputs=(TensorSpec("of_first", ("T", "N")), TensorSpec("of_second", ("T", "M"))),
+    attributes=(),
+    ties=SCHEMA.ties,
+    deterministic=SCHEMA.deterministic,
+    source=SCHEMA.source,
+    composite=True,
+)
+
+WIDE_LINEAR = OperatorSchema(
+    name="wide_linear",
+    inputs=(TensorSpec("x", ("T", "K")), TensorSpec("weight", ("N", "K"), kind="weight")),
+    outputs=(TensorSpec("y", ("T", "N"), kind="wide"),),
+    attributes=(),
+    ties=SCHEMA.ties,
+    deterministic=SCHEMA.deterministic,
+    source=SCHEMA.source,
+    composite=True,
+)
+
+WIDE_PAIR = OperatorSchema(
+    name="wide_linear_pair",
+    inputs=LINEAR_PAIR.inputs,
+    outputs=(TensorSpec("y", ("T", "N+M"), kind="wide"),),
     attributes=(),
     ties=SCHEMA.ties,
     deterministic=SCHEMA.deterministic,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from plugins.device.launch import INTERPRETED, limits, needs_reference, padded, unit_stride
 from plugins.device.overlap import after_previous, overlaps
+from plugins.linear.kernel_row import row_products, takes_row
 from plugins.mega_gate.reference import Routing
 from plugins.registry import OPERATORS
 
@@ -249,6 +250,8 @@ def mega_gate(
 
 def _part_logits(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """float32 [P, T, E]: the parts of the products of u [T, D] and weight [E, D]."""
+    if takes_row(u, weight):
+        return row_products(u, (weight,), torch.float32)[None]
     # A copy of the weights would be waited for.
     overlap = overlaps(u.device) and weight.stride(-1) == 1
     u, weight = unit_stride(u), unit_stride(weight)

@@ -11,6 +11,7 @@ from plugins.device.launch import Limits
 from plugins.linear import kernel as linear
 from plugins.linear import kernel_few as few
 from plugins.linear import kernel_planes as planes
+from plugins.linear import kernel_row as row
 from plugins.linear import kernel_split as split
 
 STRIDE = "aligned i32"
@@ -71,6 +72,12 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             "linear decode", linear._decode, LINEAR,
             {"STORED": 0, "WORDS": True, "EVEN": True, "ROWS": 32, "COLUMNS": 256,
              "FLOAT8": device.float8}, 4,
+        ),
+        (
+            "linear row of values", row.linear_row,
+            {**LINEAR, "weight": "*bf16", "weight_stride": STRIDE, "other": "*bf16",
+             "other_stride": STRIDE, "y": "*fp32", "N": "i32"},
+            {"K": 5120, "STEP": row.STEP, **overlap}, 4,
         ),
         ("linear join", linear._join, LINEAR, {"PARTS": 8, "TILE": 512, **overlap}, 4),
         # A launch makes a constant of an integer that is 1.

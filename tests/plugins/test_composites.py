@@ -27,6 +27,8 @@ NODES = {
     "mega_mhc": ["hc_expand", "hc_mix", "hc_collapse", "norm"],
     "norm_and_write": ["norm", "rope", "kv_write", "norm"],
     "rotated_write": ["norm", "rope", "kv_write"],
+    "wide_linear": ["linear"],
+    "wide_linear_pair": ["linear", "linear"],
 }
 ROWS, WIDTH = 3, 64
 
@@ -37,6 +39,11 @@ def arguments_of(name: str, dtype: torch.dtype) -> dict[str, Any]:
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw).to(dtype)
+
+    def wide_weight(rows: int) -> LinearWeight:
+        return LinearWeight(
+            normal(rows, WIDTH).to(torch.promote_types(dtype, torch.float32)), False
+        )
 
     turned = {
         "positions": torch.tensor([0, 7, 1000]),
@@ -53,6 +60,10 @@ def arguments_of(name: str, dtype: torch.dtype) -> dict[str, Any]:
             layout = index_record(WIDTH)
             return {"queries": queries, "head_weights": weights, **turned, "layout": layout,
                     "scale": 0.1}  # fmt: skip
+        case "wide_linear":
+            return {"x": normal(ROWS, WIDTH), "weight": wide_weight(5)}
+        case "wide_linear_pair":
+            return {"x": normal(ROWS, WIDTH), "first": wide_weight(5), "second": wide_weight(9)}
         case "linear_pair":
             first, second = (LinearWeight(normal(n, WIDTH), False) for n in (5, 9))
             return {"x": normal(ROWS, WIDTH), "first": first, "second": second}

@@ -1,0 +1,83 @@
+"""One row times weights kept as values, against products in float64."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from kernel_oracle import DEVICE, load_kernel
+
+from plugins.linear import LinearWeight
+
+kernel = load_kernel("linear")
+kernel_row = importlib.import_module("plugins.linear.kernel_row")
+# The interpreter cuts float32 down to bfloat16 instead of rounding.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7}
+# Inputs, and outputs of one or two layers: as in the model, and what fills no step and no program.
+SIZES = [
+    (5120, (512, 512)),
+    (5120, (32,)),
+    (512, (128,)),
+    (1300, (9, 5)),
+    (320, (33,)),
+    (64, (7, 3)),
+]
+
+
+def drawn(inner: int, outputs: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    draw = torch.Generator().manual_seed(inner)
+    x, *weights = (
+        torch.randn(rows, inner, generator=draw).to(torch.bfloat16).to(DEVICE)
+        for rows in (1, *outputs)
+    )
+    return x, weights
+
+
+def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((ours.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("inner", "outputs"), SIZES)
+def test_products_of_one_row(inner: int, outputs: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weights = drawn(inner, outputs)
+    assert kernel_row.takes_row(x, *weights)
+    ours = kernel_row.row_products(x, tuple(weights), dtype)
+    expected = torch.cat([x.double() @ one.double().T for one in weights], dim=-1)
+    assert ours.dtype == dtype
+    assert ours.shape == expected.shape
+    assert relative(ours, expected) < TOLERANCE[dtype]
+    x[0, inner - 1] = torch.nan
+    assert kernel_row.row_products(x, tuple(weights), dtype).isnan().all()
+
+
+def test_rows_and_weights_in_larger_ones() -> None:
+    x, (weight,) = drawn(320, (33,))
+    rows = torch.full((3, 640), torch.nan, dtype=x.dtype, device=DEVICE)
+    rows[1:2, ::2] = x
+    wider = torch.full((33, 400), torch.nan, dtype=x.dtype, device=DEVICE)
+    wider[:, 8:328] = weight
+    ours = kernel_row.row_products(rows[1:2, ::2], (wider[:, 8:328],), torch.float32)
+    assert torch.equal(ours, kernel_row.row_products(x, (weight,), torch.float32))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_wide_layers(rows: int) -> None:
+    """bfloat16 times bfloat16 into float32; a pair has the bits of its layers."""
+    x, values = drawn(320, (33, 5))
+    x = x.repeat(rows, 1)
+    first, second = (LinearWeight(value, quantized_input=False) for value in values)
+    ours = kernel.wide_linear(x, first)
+    assert ours.dtype == torch.float32
+    assert relative(ours, x.double() @ values[0].double().T) < TOLERANCE[torch.float32]
+    pair = kernel.wide_linear_pair(x, first, second)
+    assert torch.equal(pair, torch.cat([ours, kernel.wide_linear(x, second)], dim=-1))
+
+
+def test_wide_layers_of_float32() -> None:
+    x, (value,) = drawn(320, (33,))
+    weight = LinearWeight(value.float() * 1.01, quantized_input=False)
+    ours = kernel.wide_linear(x, weight)
+    assert ours.dtype == torch.float32
+    assert relative(ours, x.double() @ weight.value.double().T) < 1e-5
