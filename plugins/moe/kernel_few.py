@@ -87,11 +87,12 @@ def _product_256(codes, four, rows, at, top, forty, WARPS: gl.constexpr):
 def _routed(
     tile, expert, start, count, x, powers, order, weights, table, exponents, result, limit,
     TOP_K: gl.constexpr, COLUMNS: gl.constexpr, OUTPUTS: gl.constexpr, MATRICES: gl.constexpr,
-    N: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    N: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of a chosen expert in steps of 256 columns."""
+    """A tile of a chosen expert in steps of PARTS times 256 columns."""
     EACH: gl.constexpr = N // MATRICES
-    STEPS: gl.constexpr = COLUMNS // 256
+    STEPS: gl.constexpr = COLUMNS // (PARTS * 256)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     CODES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
@@ -100,9 +101,9 @@ def _routed(
     BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     OF_BYTES: gl.constexpr = gl.SliceLayout(1, BYTES)
     WORD: gl.constexpr = gl.pointer_type(gl.uint32)
-    codes = gl.allocate_shared_memory(gl.uint32, [STAGES, N, 32], CODES)
-    scales = gl.allocate_shared_memory(gl.uint32, [STAGES, N, 2], FLAT)
-    rows = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, ROWS, 128], SWIZZLED)
+    codes = gl.allocate_shared_memory(gl.uint32, [STAGES * PARTS, N, 32], CODES)
+    scales = gl.allocate_shared_memory(gl.uint32, [STAGES * PARTS, N, 2], FLAT)
+    rows = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES * PARTS, ROWS, 128], SWIZZLED)
 
     FIRST: gl.constexpr = 0 if MATRICES == 2 else 6
     code = address(table, expert, FIRST, WORD)
@@ -124,7 +125,7 @@ def _routed(
     scale_at = scale + (gl.expand_dims(offset, 1) + gl.expand_dims(column, 0))
     for i in gl.static_range(STAGES - 1):
         if i < STEPS:
-            copy_weights(codes, scales, i, i, code_at, scale_at)
+            copy_weights(codes, scales, i, i, code_at, scale_at, PARTS)
         async_copy.commit_group()
     top = largest_of(
         exponents, expert, tile, tile + 1, N, OUTPUTS, MATRICES, (OUTPUTS + EACH - 1) // EACH,
@@ -139,7 +140,7 @@ def _routed(
     there = gl.expand_dims(gl.arange(0, ROWS, layout=OF_BYTES) < count, 1)
     for i in gl.static_range(STAGES - 1):
         if i < STEPS:
-            copy_rows(rows, i, i, x_at, there, 2)
+            copy_rows(rows, i, i, x_at, there, 2 * PARTS)
         async_copy.commit_group()
     row = rows_of(order, start, count, 0, ROWS, MATRICES, line(WARPS))
     power = gl.load(powers + row // TOP_K)
@@ -157,12 +158,14 @@ def _routed(
         gl.thread_barrier()
         ahead = step + STAGES - 1
         if ahead < STEPS:
-            copy_weights(codes, scales, next_stage, ahead, code_at, scale_at)
-            copy_rows(rows, next_stage, ahead, x_at, there, 2)
+            copy_weights(codes, scales, next_stage, ahead, code_at, scale_at, PARTS)
+            copy_rows(rows, next_stage, ahead, x_at, there, 2 * PARTS)
         async_copy.commit_group()
-        words = codes.index(stage).load(words_layout(4, WARPS))
-        four = scales.index(stage).load(words_layout(2, WARPS))
-        total += _product_256(words, four, rows, 2 * stage, top, forty, WARPS)
+        for nth in gl.static_range(PARTS):
+            part = stage * PARTS + nth
+            words = codes.index(part).load(words_layout(4, WARPS))
+            four = scales.index(part).load(words_layout(2, WARPS))
+            total += _product_256(words, four, rows, 2 * part, top, forty, WARPS)
         next_stage = stage
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     store(
@@ -199,7 +202,7 @@ def experts_few(
     num_pairs, limit,
     SHARED: gl.constexpr, SHARED_STORED: gl.constexpr, TOP_K: gl.constexpr, COLUMNS: gl.constexpr,
     OUTPUTS: gl.constexpr, MATRICES: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, SHARED_N: gl.constexpr, SHARED_STAGES: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, SHARED_N: gl.constexpr, SHARED_STAGES: gl.constexpr,
 ):  # fmt: skip
     """As kernel_product.gate_up with MATRICES 2, and as `down` with 1 and TOP_K 1: N / MATRICES
     outputs for all tokens of an expert, ROWS at most.
@@ -237,26 +240,34 @@ def experts_few(
             _routed(
                 program % TILES, expert, start, count, x, powers, order, weights, table, exponents,
                 result, limit,
-                TOP_K, COLUMNS, OUTPUTS, MATRICES, N, ROWS, STAGES, WARPS,
+                TOP_K, COLUMNS, OUTPUTS, MATRICES, N, ROWS, PARTS, STAGES, WARPS,
             )  # fmt: skip
 
 
 class FewTile(NamedTuple):
-    """Weight rows of a program and stages: of chosen experts, and of shared ones."""
+    """Weight rows of a program and stages, of chosen experts, whose steps are so many times 256
+    columns, and of shared ones."""
 
     weights: int
+    parts: int
     stages: int
     shared_weights: int
     shared_stages: int
 
     def constants(self) -> dict[str, int]:
         return {
-            "N": self.weights, "STAGES": self.stages, "SHARED_N": self.shared_weights,
-            "SHARED_STAGES": self.shared_stages,
+            "N": self.weights, "PARTS": self.parts, "STAGES": self.stages,
+            "SHARED_N": self.shared_weights, "SHARED_STAGES": self.shared_stages,
         }  # fmt: skip
 
 
-TILE = FewTile(64, 4, 64, 5)
+# Both take as much shared memory.
+TILE, LONG_STEPS = FewTile(64, 1, 4, 64, 5), FewTile(64, 2, 2, 64, 5)
+
+
+def few_tile(columns: int) -> FewTile:
+    """The tile of products over so many columns: long steps where they are whole."""
+    return TILE if columns % 512 else LONG_STEPS
 
 
 def row_tile(tokens: int) -> int:
@@ -294,14 +305,15 @@ def few_products(
     [R, W']. places: segments and order that `route` writes; experts: chosen, shared."""
     (codes, powers), (segments, order), (routed, shared) = x, places, experts
     rows, pairs, outputs = ids.shape[0], ids.numel(), result.shape[1]
-    chosen = segments.shape[0] * triton.cdiv(outputs * matrices, TILE.weights)
-    always = shared.num_experts * triton.cdiv(outputs * matrices, TILE.shared_weights)
+    tile = few_tile(codes.shape[1])
+    chosen = segments.shape[0] * triton.cdiv(outputs * matrices, tile.weights)
+    always = shared.num_experts * triton.cdiv(outputs * matrices, tile.shared_weights)
     experts_few[(always + chosen,)](
         codes, powers, ids, segments, order, weights, routed.table,
         routed.gate_up_exponents if matrices == 2 else routed.down_exponents, shared.table, result,
         rows, pairs, limit,
         SHARED=shared.num_experts, SHARED_STORED=shared.gate_up.stored,
         TOP_K=ids.shape[1] if matrices == 2 else 1, COLUMNS=codes.shape[1], OUTPUTS=outputs,
-        MATRICES=matrices, ROWS=row_tile(rows), **TILE.constants(),
+        MATRICES=matrices, ROWS=row_tile(rows), **tile.constants(),
         num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip

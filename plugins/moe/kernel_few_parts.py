@@ -23,11 +23,13 @@ def apart_of(table, expert, at: gl.constexpr):
 
 
 @gluon.jit
-def copy_weights(codes, scales, stage, step, code_at, scale_at):
+def copy_weights(codes, scales, stage, step, code_at, scale_at, PER: gl.constexpr):
     LENGTH: gl.constexpr = codes.shape[2]
     WORDS: gl.constexpr = scales.shape[2]
-    async_copy.async_copy_global_to_shared(codes.index(stage), code_at + step * LENGTH)
-    async_copy.async_copy_global_to_shared(scales.index(stage), scale_at + step * WORDS)
+    for nth in gl.static_range(PER):
+        part, at = stage * PER + nth, step * PER + nth
+        async_copy.async_copy_global_to_shared(codes.index(part), code_at + at * LENGTH)
+        async_copy.async_copy_global_to_shared(scales.index(part), scale_at + at * WORDS)
 
 
 @gluon.jit

@@ -74,7 +74,7 @@ def shared_tile(
     scale_at = scale + gl.expand_dims(offset, 1)
     for i in gl.static_range(STAGES - 1):
         if i < STEPS:
-            copy_weights(codes, scales, i, i, code_at, scale_at)
+            copy_weights(codes, scales, i, i, code_at, scale_at, 1)
         async_copy.commit_group()
     wait()
     if MATRICES == 2:
@@ -100,7 +100,7 @@ def shared_tile(
         gl.thread_barrier()
         ahead = step + STAGES - 1
         if ahead < STEPS:
-            copy_weights(codes, scales, next_stage, ahead, code_at, scale_at)
+            copy_weights(codes, scales, next_stage, ahead, code_at, scale_at, 1)
             copy_rows(rows, next_stage, ahead, x_at, there, 1)
         async_copy.commit_group()
         products = ()

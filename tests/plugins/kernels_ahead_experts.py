@@ -83,9 +83,10 @@ def few_experts(matrices: int, tokens: int, stored: int) -> tuple[Any, ...]:
     """Of a few `tokens`; a shared expert is `stored` as a number of plugins/device/weights.py."""
     _, arguments, constants, _ = hopper_experts(64, matrices)
     constants = {n: x for n, x in constants.items() if n in ("TOP_K", "COLUMNS", "OUTPUTS")}
+    tile = kernel_few.few_tile(constants["COLUMNS"])
     constants |= {
         "MATRICES": matrices, "SHARED": 1, "SHARED_STORED": stored,
-        "ROWS": kernel_few.row_tile(tokens), **kernel_few.TILE.constants(),
+        "ROWS": kernel_few.row_tile(tokens), **tile.constants(),
     }  # fmt: skip
     return kernel_few.experts_few, arguments, constants, kernel_few.WARPS
 
