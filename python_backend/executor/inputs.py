@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch import DraftBatch, Int32Array, Int64Array, RaggedBatch, RowArrays, StepShape
@@ -14,6 +15,8 @@ from engine.paged_cache import StepTables
 from engine.upload import Array, upload
 from python_backend.settings import CoreLimits
 from python_backend.step_plan import StepPlan
+
+Integer = TypeVar("Integer", bound=np.integer[Any])
 
 
 class StepInputs(NamedTuple):
@@ -89,15 +92,13 @@ class HostStep:
 
     def padded(self, shape: StepShape) -> HostStep:
         """Padding requests have no page, not even the slot's tail, since no row is theirs."""
-        requests = shape.requests - len(self.slots)
-        columns = -(-shape.max_context // self.global_page_tokens) - self.global_pages.shape[1]
-        below = ((0, requests), (0, 0))
+        requests, columns = shape.requests, -(-shape.max_context // self.global_page_tokens)
         return replace(
             self,
             rows=self.rows.padded(shape),
-            slots=np.pad(self.slots, (0, requests)),
-            global_pages=np.pad(self.global_pages, ((0, requests), (0, columns))),
-            window_pages=np.pad(self.window_pages, below),
+            slots=_within(self.slots, (requests,)),
+            global_pages=_within(self.global_pages, (requests, columns)),
+            window_pages=_within(self.window_pages, (requests, self.window_pages.shape[1])),
         )
 
     def arrays(self) -> tuple[Array, ...]:
@@ -183,16 +184,14 @@ class HostDraft:
 
     def padded(self, shape: DraftShape) -> HostDraft:
         """Padding rows are stored nowhere, padding anchors at position −1 see nothing."""
-        mine = self.shape
-        below, rows = shape.requests - mine.requests, (0, shape.rows - mine.rows)
-        blank = np.array([[0], [-1], [0], [0]]).repeat(shape.anchors - mine.anchors, axis=1)
+        requests, rows, anchors = shape
         return HostDraft(
-            rows=np.pad(self.rows, rows),
-            request=np.pad(self.request, rows),
-            positions=np.pad(self.positions, rows, constant_values=-1),
-            anchors=np.concatenate([self.anchors, blank], axis=1),
-            slots=np.pad(self.slots, (0, below)),
-            window_pages=np.pad(self.window_pages, ((0, below), (0, 0))),
+            rows=_within(self.rows, (rows,)),
+            request=_within(self.request, (rows,)),
+            positions=_within(self.positions, (rows,), -1),
+            anchors=_within(self.anchors, (4, anchors), [[0], [-1], [0], [0]]),
+            slots=_within(self.slots, (requests,)),
+            window_pages=_within(self.window_pages, (requests, self.window_pages.shape[1])),
         )
 
     def arrays(self) -> tuple[Array, ...]:
@@ -213,3 +212,14 @@ class HostDraft:
 
     def upload(self, device: torch.device | str) -> DraftInputs:
         return self.bind(upload(self.arrays(), device))
+
+
+def _within(
+    array: npt.NDArray[Integer], shape: tuple[int, ...], value: npt.ArrayLike = 0
+) -> npt.NDArray[Integer]:
+    """`array` at the start of one of `shape`, of `value` elsewhere; np.pad takes ten times as
+    long for what a step has, and a device waits for it."""
+    larger = np.empty(shape, dtype=array.dtype)
+    larger[...] = value
+    larger[tuple(slice(size) for size in array.shape)] = array
+    return larger
