@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
-from harness import DEVICE, Row, relative, rotations
+from harness import DEVICE, Call, Peers, Row, relative, rotations
+from hyper_peers import four_pieces
 from linear import inputs
 
 from plugins.elementwise import softplus
@@ -24,6 +25,15 @@ GATE = {1: 8.0, 64: 8.0, 1024: 14.0, 8192: 50.0}
 MHC = {1: 12.0, 64: 12.0, 1024: 46.0, 8192: 260.0}
 ROWS = (1, 64, 1024, 8192)
 SIZES: dict[str, Any] = {"sinkhorn_iters": 20, "hc_eps": 1e-6, "norm_eps": 1e-20}
+
+
+def two(peers: ModuleType, sets: Sequence[tuple], bias: torch.Tensor) -> Sequence[Call]:
+    """The scores by cuBLAS, then one kernel for the choice."""
+
+    def run(u: torch.Tensor, w: torch.Tensor) -> Any:
+        return peers.softplus_sqrt_topk(torch.mm(u, w.T, out_dtype=torch.float32), bias)
+
+    return [lambda given=given: run(*given) for given in sets]
 
 
 def gate_rows(peers: ModuleType | None) -> Iterator[Row]:
@@ -50,68 +60,15 @@ def gate_rows(peers: ModuleType | None) -> Iterator[Row]:
                 off = relative(ours.weights[same], expected.weights[same])
                 return max(off, float(((best - chosen) / best).abs().max()))
 
-            theirs = []
-            if peers is not None and half:
-                theirs = [
-                    lambda u=u, w=w: peers.softplus_sqrt_topk(
-                        torch.mm(u, w.T, out_dtype=torch.float32), bias
-                    )
-                    for u, w in sets
-                ]
+            others: Peers = {}
+            if peers and half:
+                others = {"cublas + vllm.topk_softplus_sqrt": lambda s=sets: two(peers, s, bias)}
             ours = [lambda g=g, sizes=sizes: mega_gate(*g, bias, None, None, **sizes) for g in sets]
             name = "bfloat16" if half else "float32"
             yield Row(
                 "mega_gate", f"{count} {name}", cost, 2.0 * count * WIDTH * EXPERTS, ours, error,
-                1e-5, target if half else None, "cublas + vllm epilogue", theirs,
+                1e-5, count, target if half else None, others,
             )  # fmt: skip
-
-
-def four_pieces(peers: ModuleType, given: dict[str, torch.Tensor], scale: Any, base: Any) -> Any:
-    """Expand, the product of the mix, its coefficients, collapse and norm: compiled by torch but
-    for the product, which is DeepGEMM's."""
-
-    @torch.compile(dynamic=True)
-    def expand(y: Any, x: Any, post: Any, comb: Any) -> Any:
-        new = post.unsqueeze(-1) * y.float().unsqueeze(1)
-        for i in range(STREAMS):
-            new = new + comb[:, i, :, None] * x[:, i : i + 1].float()
-        return new.bfloat16()
-
-    @torch.compile(dynamic=True)
-    def collapse(x: Any, pre: Any, norm: Any) -> Any:
-        u = (pre.unsqueeze(-1) * x.float()).sum(1).bfloat16().float()
-        return (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-20) * norm).bfloat16()
-
-    @torch.compile(dynamic=True, fullgraph=True)
-    def coefficients(z: Any, squares: Any) -> Any:
-        z = z.sum(0) * torch.rsqrt(squares.sum(0).unsqueeze(-1) / (STREAMS * WIDTH) + 1e-20)
-        pre = torch.sigmoid(z[:, :4] * scale[0] + base[:4]) + 1e-6
-        post = 2 * torch.sigmoid(z[:, 4:8] * scale[1] + base[4:8])
-        c = [
-            [z[:, 8 + 4 * i + j] * scale[2] + base[8 + 4 * i + j] for j in range(4)]
-            for i in range(4)
-        ]
-        for i in range(4):
-            top = torch.maximum(torch.maximum(c[i][0], c[i][1]), torch.maximum(c[i][2], c[i][3]))
-            e = [torch.exp(v - top) for v in c[i]]
-            s = 1 / (e[0] + e[1] + e[2] + e[3])
-            c[i] = [v * s + 1e-6 for v in e]
-        for step in range(20):
-            for i in range(4 if step else 0):
-                s = 1 / (c[i][0] + c[i][1] + c[i][2] + c[i][3] + 1e-6)
-                c[i] = [v * s for v in c[i]]
-            for j in range(4):
-                s = 1 / (c[0][j] + c[1][j] + c[2][j] + c[3][j] + 1e-6)
-                for i in range(4):
-                    c[i][j] = c[i][j] * s
-        return pre, post, torch.stack([v for r in c for v in r], -1).view(-1, 4, 4)
-
-    def run(given: dict[str, torch.Tensor]) -> Any:
-        x = expand(given["y"], given["streams"], given["post"], given["comb"])
-        z, squares = peers.hc_prenorm(x.flatten(1), given["fn"], peers.hc_splits(len(x)))
-        return x, coefficients(z, squares), collapse(x, given["pre"], given["norm"])
-
-    return run
 
 
 def mhc_rows(peers: ModuleType | None) -> Iterator[Row]:
@@ -132,7 +89,7 @@ def mhc_rows(peers: ModuleType | None) -> Iterator[Row]:
                 "base": base, "scale": scale, "norm": norm,
             }  # fmt: skip
 
-        sets = [one() for _ in range(min(32, rotations(cost)))]
+        sets = [one() for _ in range(rotations(cost))]
 
         def error(given=sets[0]) -> float:
             expected = mhc_pieces_on_cpu(given)
@@ -140,14 +97,15 @@ def mhc_rows(peers: ModuleType | None) -> Iterator[Row]:
             some = [expanded[:64], *(x[:64] for x in mix), u[:64]]
             return max(relative(a.cpu(), b) for a, b in zip(some, expected, strict=True))
 
-        theirs = []
-        if peers is not None:
-            run = four_pieces(peers, sets[0], scale, base)
-            theirs = [lambda given=given, run=run: run(given) for given in sets]
+        others: Peers = {}
+        if peers:
+            others = {
+                "compiled pieces + deep_gemm.hc_prenorm": lambda s=sets: four_pieces(peers, s)
+            }
         yield Row(
             "mega_mhc", f"{count}", cost, 2.0 * count * MIXES * STREAMS * WIDTH,
-            [lambda given=given: mega_mhc(**given, **SIZES) for given in sets], error, 5e-3, target,
-            "compiled pieces + deep_gemm.hc_prenorm", theirs,
+            [lambda given=given: mega_mhc(**given, **SIZES) for given in sets], error, 5e-3,
+            min(64, count), target, others,
         )  # fmt: skip
 
 
@@ -157,6 +115,10 @@ def mhc_pieces_on_cpu(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     some = {name: (x[:64] if name in rows else x).cpu() for name, x in given.items()}
     expanded, mix, u = OPERATORS["mega_mhc"].reference(**some, **SIZES)
     return [expanded, *mix, u]
+
+
+def library_norm(sets: Sequence[torch.Tensor], gain: torch.Tensor) -> Sequence[Call]:
+    return [lambda x=x: torch.nn.functional.rms_norm(x, (WIDTH,), gain, 1e-20) for x in sets]
 
 
 def row_rows() -> Iterator[Row]:
@@ -169,11 +131,7 @@ def row_rows() -> Iterator[Row]:
             "norm", f"{count} of {WIDTH}", cost, 0.0,
             [lambda x=x, w=gain: rms_norm(x, w, 1e-20) for x in sets],
             lambda x=sets[0], w=gain, f=reference: relative(rms_norm(x, w, 1e-20), f(x, w, 1e-20)),
-            5e-3, None, "torch rms_norm",
-            [
-                lambda x=x, w=gain: torch.nn.functional.rms_norm(x, (WIDTH,), w, 1e-20)
-                for x in sets
-            ],
+            5e-3, count, None, {"torch rms_norm": lambda s=sets, w=gain: library_norm(s, w)},
         )  # fmt: skip
     pair = torch.arange(32, dtype=torch.float64, device=DEVICE)
     frequencies = 10000.0 ** (-pair / 32)
@@ -188,7 +146,7 @@ def row_rows() -> Iterator[Row]:
             lambda x=sets[0], p=positions, f=turn: relative(
                 apply_rope(x, p, frequencies), f(x, p, frequencies)
             ),
-            5e-3,
+            5e-3, count,
         )  # fmt: skip
 
 

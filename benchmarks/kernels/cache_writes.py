@@ -39,7 +39,7 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
                 return float((packed != layout.pack(values)).sum())
 
             ours = [lambda given=given: kernel.kv_write(*given) for given in sets]
-            yield Row("kv_write", f"{name} {count}", cost, 0.0, ours, error, 0.0)
+            yield Row("kv_write", f"{name} {count}", cost, 0.0, ours, error, 0.0, count)
     for count in COUNTS:
         cost = count * (4.0 * 4 * 512 + 4 * 512)
         pairs = [torch.randn(count, 2, 1024, device=DEVICE) for _ in range(rotations(cost))]
@@ -49,4 +49,5 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
         yield Row(
             "pool_pairs", f"{count}", cost, 0.0, ours,
             lambda ab=halves[0], f=reference: relative(compressor.pool_pairs(*ab), f(*ab)), 1e-6,
+            count,
         )  # fmt: skip

@@ -6,13 +6,13 @@ launch. Its output is half as large.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
-from harness import DEVICE, Row, relative, rotations
+from harness import DEVICE, Call, Row, relative, rotations
 
 from plugins.engram import engram_layout, kernel
 from plugins.formats.records import engram_record
@@ -46,6 +46,11 @@ def copy_records(table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> 
     )
 
 
+def gather(table: torch.Tensor, sets: Sequence[torch.Tensor]) -> Sequence[Call]:
+    out = torch.empty(sets[0].numel(), ROW_BYTES // 4, dtype=torch.int32, device=DEVICE)
+    return [lambda at=at: copy_records(table, at, out) for at in sets]
+
+
 def tables() -> Iterator[tuple[str, torch.Tensor]]:
     """Random records that are numbers: 8 GiB in the device's memory, 2 in the host's."""
     slots = 1 << 25 if DEVICE == "cuda" else 1 << 12
@@ -65,8 +70,7 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
         for count, bare in GATHER[place].items():
             cost = count * COLUMNS * (ROW_BYTES + 2.0 * WIDTH + 8)
             shape = (count, COLUMNS)
-            sets = [torch.randint(len(data), shape, device=DEVICE) for _ in range(4)]
-            out = torch.empty(count * COLUMNS, ROW_BYTES // 4, dtype=torch.int32, device=DEVICE)
+            sets = [torch.randint(len(data), shape, device=DEVICE) for _ in range(rotations(cost))]
 
             def error(table=table, at=sets[0][:64]) -> float:
                 ours = kernel.engram_lookup(table, at, torch.bfloat16)
@@ -76,8 +80,8 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
             yield Row(
                 "engram_lookup", f"{count} {place}", cost, 0.0,
                 [lambda t=table, at=at: kernel.engram_lookup(t, at, torch.bfloat16) for at in sets],
-                error, 0.0, SHARE * bare, "bare gather of the records",
-                [lambda d=data, at=at, out=out: copy_records(d, at, out) for at in sets],
+                error, 0.0, min(64, count), SHARE * bare,
+                {"bare gather of the records": lambda d=data, s=sets: gather(d, s)},
             )  # fmt: skip
         del table
     layout = engram_layout(
@@ -105,7 +109,7 @@ def hash_row(count: int, layout: object) -> Row:
     return Row(
         "engram_rows", f"{count}", count * (8.0 * COLUMNS + 24), 0.0,
         [lambda: kernel.engram_rows(**given)] * 2,
-        lambda: float((kernel.engram_rows(**given) != reference(**given)).sum()), 0.0,
+        lambda: float((kernel.engram_rows(**given) != reference(**given)).sum()), 0.0, count,
     )  # fmt: skip
 
 
@@ -128,10 +132,11 @@ def gate_row(count: int) -> Row:
             "norm_eps": 1e-20,
         }
 
-    sets = [one() for _ in range(min(4, rotations(cost)))]
+    sets = [one() for _ in range(rotations(cost))]
     reference = OPERATORS["engram_gate"].reference
     return Row(
         "engram_gate", f"{count}", cost, 0.0,
         [lambda g=given: kernel.engram_gate(**g) for given in sets],
         lambda g=sets[0]: relative(kernel.engram_gate(**g), reference(**g)), 5e-3,
+        count,
     )  # fmt: skip

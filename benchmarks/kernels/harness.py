@@ -1,7 +1,8 @@
 """Shared by the kernel benchmarks: graph-replay timing, ceilings of the card, one JSON line a row.
 
-A row is timed by replaying a captured graph of calls on rotated inputs whose total exceeds the L2
-cache, so reads come from memory; a short graph is repeated until its launch does not matter.
+A row is timed by replaying a captured graph of calls on rotated inputs. Where they exceed the L2
+cache reads come from memory and the row is "cold"; inputs too small for that are "L2". A short
+graph is repeated until its launch does not matter.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +24,14 @@ if not Path("/dev/nvidiactl").exists():
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-_L2_COVER = 160e6
+_COLD_BYTES = 120e6  # twice the L2 cache of an H200
+_MOST_SETS = 512
 _SHORTEST_GRAPH_MS = 0.3
 _BUDGET_MS = 120.0
+_FEWEST_SAMPLES = 50
 
 Call = Callable[[], Any]
+Peers = Mapping[str, Callable[[], Sequence[Call]]]
 
 
 @dataclass
@@ -56,8 +60,9 @@ class Ceilings:
 
 @dataclass
 class Row:
-    """One case. `ours` and `peer` are the same work on rotated inputs; `error` compares ours with
-    the reference, relative to its norm."""
+    """One case. `ours` is the same work on rotated inputs; so is what each of `peers` makes, of
+    which the fastest counts. `error` compares ours with the reference, relative to its norm, in
+    `compared` rows of the output."""
 
     op: str
     case: str
@@ -66,17 +71,22 @@ class Row:
     ours: Sequence[Call]
     error: Callable[[], float]
     tolerance: float
+    compared: int
     target_us: float | None = None
-    peer: str | None = None
-    theirs: Sequence[Call] = field(default_factory=tuple)
+    peers: Peers = field(default_factory=dict)
     unit: str = "bf16"  # or "float8": whose ceiling `flop` is held against
+
+    @property
+    def state(self) -> str:
+        """Where the inputs are before a call: "cold", in memory, or "L2", being too small."""
+        return "cold" if self.bytes * len(set(self.ours)) >= _COLD_BYTES else "L2"
 
 
 def rotations(footprint: float) -> int:
-    """How many input sets exceed the L2 cache, between 2 and 64; 1 where nothing is timed."""
+    """How many input sets are twice the L2 cache, at most 512; 1 where nothing is timed."""
     if DEVICE == "cpu":
         return 1
-    return int(max(2, min(64, -(-_L2_COVER // footprint))))
+    return int(max(1, min(_MOST_SETS, -(-_COLD_BYTES // footprint))))
 
 
 def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -96,8 +106,8 @@ def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end)
 
 
-def measure(calls: Sequence[Call]) -> dict[str, float]:
-    """Microseconds of one call: median, 10th and 90th percentile of graph replays."""
+def measure(calls: Sequence[Call]) -> dict[str, Any]:
+    """Microseconds of one call: median, 10th and 90th percentile of so many graph replays."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -108,22 +118,53 @@ def measure(calls: Sequence[Call]) -> dict[str, float]:
         calls = [*calls] * int(-(-_SHORTEST_GRAPH_MS // once))
         graph = _captured(calls)
         once = _milliseconds(graph)
-    samples = int(max(15, min(100, _BUDGET_MS / once)))
+    samples = int(max(_FEWEST_SAMPLES, min(100, _BUDGET_MS / once)))
     times = sorted(_milliseconds(graph) * 1e3 / len(calls) for _ in range(samples))
     return {
         "us": round(times[samples // 2], 3),
         "us_p10": round(times[samples // 10], 3),
         "us_p90": round(times[9 * samples // 10], 3),
+        "samples": samples,
     }
 
 
+def _once(calls: Sequence[Call]) -> dict[str, Any]:
+    """In place of `measure` where nothing is timed: compiles, and shows what fails."""
+    calls[0]()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return {"us": 0.0}
+
+
+def _fastest(
+    row: Row, timed: Callable[[Sequence[Call]], dict[str, Any]]
+) -> tuple[str, float] | None:
+    """Name and microseconds of the fastest peer, measured twice. One that does not load or run
+    costs a sentence, never the row."""
+    found: list[tuple[float, str, Sequence[Call]]] = []
+    for name, make in row.peers.items():
+        try:
+            calls = make()
+            found.append((timed(calls)["us"], name, calls))
+        except Exception as error:  # a library's own, of any kind
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"{row.op} {row.case}: {name} does not run here: {said}", file=sys.stderr)
+    if not found:
+        return None
+    us, name, calls = min(found, key=lambda one: one[0])
+    return name, (us + timed(calls)["us"]) / 2
+
+
 def run(row: Row, ceilings: Ceilings, *, dry: bool) -> dict[str, Any]:
-    """Ours, peer, peer, ours: drift hits both alike. `dry` calls once and compares only."""
+    """Ours, peers, the fastest peer again, ours: drift hits both alike. `dry` calls each once."""
     error = row.error()
     result: dict[str, Any] = {"op": row.op, "case": row.case}
-    if not dry:
+    if dry:
+        _once(row.ours)
+        _fastest(row, _once)
+    else:
         first = measure(row.ours)
-        others = [measure(row.theirs)["us"] for _ in range(2)] if row.theirs else []
+        peer, peer_us = _fastest(row, measure) or (None, None)
         second = measure(row.ours)
         floor_bytes = row.bytes / ceilings.bytes_per_us
         per_us = ceilings.float8_per_us if row.unit == "float8" else ceilings.bf16_per_us
@@ -134,15 +175,17 @@ def run(row: Row, ceilings: Ceilings, *, dry: bool) -> dict[str, Any]:
         result |= {
             "us": round(us, 3),
             "spread": round(abs(first["us"] - second["us"]) / us, 4),
+            "state": row.state,
             "floor_us": round(floor, 3),
             "floor_by": "bytes" if floor_bytes >= floor_flop else row.unit,
             "floor_ratio": round(floor / us, 4),
-            "peer": row.peer if others else None,
-            "peer_us": round(sum(others) / 2, 3) if others else None,
+            "peer": peer,
+            "peer_us": peer_us and round(peer_us, 3),
+            "peer_ratio": peer_us and round(peer_us / us, 4),
             "target_us": row.target_us,
         }
-    result |= {"error": float(f"{error:.3e}"), "correct": bool(error <= row.tolerance)}
-    return result
+    correct = bool(error <= row.tolerance)
+    return result | {"error": float(f"{error:.3e}"), "correct": correct, "compared": row.compared}
 
 
 def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
@@ -156,10 +199,13 @@ def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def load_peers(folder: str | None) -> ModuleType | None:
-    """The module peers.py in `folder`, which wraps the peer libraries; None where none is asked."""
+    """The module peers.py, which wraps the peer libraries of `folder` and lies there or beside it;
+    None where none is asked."""
     if folder is None:
         return None
-    sys.path.insert(0, folder)
+    place = Path(folder).resolve()
+    os.environ.setdefault("PEERS_DIR", str(place))
+    sys.path += [str(place), str(place.parent)]
     return importlib.import_module("peers")
 
 

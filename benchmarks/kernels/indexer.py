@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import index_peers
 import torch
-from harness import DEVICE, Row, relative, rotations
+from harness import DEVICE, Peers, Row, relative, rotations
 
 from plugins.formats.records import index_record
 from plugins.formats.rows import PackedRows
@@ -21,7 +22,8 @@ DECODE = {
     (64, 1, 8192): 22.0,
     (64, 1, 32_768): 48.8,
     (64, 1, 131_072): 180.0,
-    (16, 1, 524_288): None,
+    (64, 1, 524_288): 705.0,
+    (16, 1, 524_288): 180.0,
     (64, 6, 32_768): None,
 }
 PREFILL = {(4096, 131_072): 5090.0}
@@ -75,51 +77,44 @@ def candidate_error(given: dict[str, Any], blocks: torch.Tensor) -> float:
     return relative(ours[ends], expected_at(given, ends).gather(1, entries[ends]))
 
 
-def deep_gemm(peers: ModuleType, requests: int, context: int, sets: int) -> list[Callable]:
-    """DeepGEMM's paged logits on FP8 keys of 132 bytes; its schedule is outside, as once a step."""
-    cache = peers.random_index_cache(requests * context // 64, 64, 3)
-    q = torch.randn(requests, 1, HEADS, WIDTH, device=DEVICE).to(torch.float8_e4m3fn)
-    weights = torch.randn(requests, HEADS, device=DEVICE)
-    lengths = torch.full((requests, 1), context, dtype=torch.int32, device=DEVICE)
-    schedule = peers.paged_mqa_schedule(lengths)
-
-    def one() -> Callable:
-        shape = (requests, context // 64)
-        table = torch.randint(len(cache), shape, dtype=torch.int32, device=DEVICE)
-        return lambda: peers.paged_mqa_logits(q, cache, weights, lengths, table, schedule, context)
-
-    return [one() for _ in range(sets)]
-
-
 def rows(peers: ModuleType | None) -> Iterator[Row]:
     layout = index_record(WIDTH)
-    pages = (1 << 23) // PAGE if DEVICE == "cuda" else 64
+    pages = (1 << 25) // PAGE if DEVICE == "cuda" else 64
     some = layout.pack(torch.randn(4096, WIDTH, device=DEVICE))
     data = some[torch.randint(4096, (pages * PAGE,), device=DEVICE)]
     keys = PackedRows(data.view(pages, PAGE, KEY_BYTES), layout)
 
-    def row(case: str, shape: tuple[int, int, int], target: float | None, theirs: Any) -> Row:
+    def row(case: str, shape: tuple[int, int, int], target: float | None, others: Peers) -> Row:
         requests, each, context = shape
         read = requests * context * (KEY_BYTES + 8 / PAGE)
         cost = read + requests * each * context * 4
         sets = [operands(keys, *shape) for _ in range(rotations(cost))]
         ours = [lambda given=given: kernel.index_scores(**given) for given in sets]
         flop = 2.0 * requests * each * context * HEADS * WIDTH
-        peer = "deep_gemm.fp8_paged_mqa_logits"
         return Row(
-            "index_scores", case, cost, flop, ours, lambda: error(sets[0]), 1e-4, target, peer,
-            theirs, "float8",
+            "index_scores", case, cost, flop, ours, lambda: error(sets[0]), 1e-4,
+            min(2, requests * each), target, others, "float8",
         )  # fmt: skip
 
     for shape, target in DECODE.items():
         requests, each, context = shape
-        theirs = []
-        if peers is not None and each == 1:
-            sets = rotations(requests * context * (KEY_BYTES + 12))
-            theirs = deep_gemm(peers, requests, context, sets)
-        yield row(f"decode {requests}x{each} of {context}", shape, target, theirs)
+        others: Peers = {}
+        if peers and each == 1:
+            others = {
+                "deep_gemm.fp8_paged_mqa_logits": lambda n=requests, c=context: index_peers.paged(
+                    peers, n, c
+                )
+            }
+        yield row(f"decode {requests}x{each} of {context}", shape, target, others)
     for (count, context), target in PREFILL.items():
-        yield row(f"prefill {count} of {context}", (1, count, context), target, [])
+        others = {}
+        if peers:
+            others = {
+                "deep_gemm.fp8_mqa_logits": lambda n=count, c=context: index_peers.prompt(
+                    peers, n, c
+                )
+            }
+        yield row(f"prefill {count} of {context}", (1, count, context), target, others)
     for requests, target in CANDIDATES.items():
         context = 131_072 if DEVICE == "cuda" else 1024
         cost = requests * LISTED * (BLOCK * (KEY_BYTES + 4) + 8 + 8)
@@ -129,8 +124,16 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
             lambda g=g, b=b: kernel.candidate_scores(**g, blocks=b, block_size=BLOCK)
             for g, b in zip(given, blocks, strict=True)
         ]
+        others = {}
+        if peers:
+            others = {
+                "gather + deep_gemm.fp8_paged_mqa_logits": (
+                    lambda n=requests, c=context: index_peers.gathered(peers, n, c, LISTED)
+                )
+            }
         yield Row(
             "candidate_scores", f"{requests}x{LISTED * BLOCK} of {context}", cost,
             2.0 * requests * LISTED * BLOCK * HEADS * WIDTH, ours,
-            lambda g=given, b=blocks: candidate_error(g[0], b[0]), 1e-6, target, unit="float8",
+            lambda g=given, b=blocks: candidate_error(g[0], b[0]), 1e-6,
+            min(2, requests), target, others, "float8",
         )  # fmt: skip

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any
 
 import torch
-from harness import DEVICE, Row, relative, rotations
+from harness import DEVICE, Call, Peers, Row, relative, rotations
 
 from plugins.formats import mxfp8
 from plugins.linear import LinearWeight, PackedFormat, PackedLinearWeight, PackedMatrix
@@ -69,8 +68,14 @@ def expected(x: torch.Tensor, given: LinearWeight, groups: int = 1) -> torch.Ten
     return torch.bmm(per_group, value).transpose(0, 1).flatten(1)
 
 
-def library(x: torch.Tensor, value: torch.Tensor) -> Callable[[], Any]:
-    return lambda: x @ value.T
+def operand_unit(stored: PackedFormat) -> str:
+    """The product whose ceiling holds: E4M3 holds the codes of all but NVFP4, whose scales of 16
+    are no powers of two."""
+    return "bf16" if stored is PackedFormat.NVFP4 else "float8"
+
+
+def library(x: torch.Tensor, values: Sequence[torch.Tensor]) -> Sequence[Call]:
+    return [lambda v=v: x @ v.T for v in values]
 
 
 def rows(peers: ModuleType | None) -> Iterator[Row]:
@@ -90,39 +95,40 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
                     "linear", f"{name} {stored.value} {count}", cost,
                     2.0 * count * outputs * width, ours,
                     lambda x=x, w=weights[0]: relative(linear(x, w)[:16], expected(x, w)),
-                    5e-3, None, "torch bfloat16 product", [library(x, v) for v in values],
+                    5e-3, min(16, count), None,
+                    {"torch bfloat16 product": lambda x=x, v=values: library(x, v)},
+                    operand_unit(stored),
                 )  # fmt: skip
             del weights, values
     yield from grouped_rows(peers)
 
 
+def einsum(
+    peers: ModuleType, o: torch.Tensor, weights: Sequence[PackedLinearWeight]
+) -> Sequence[Call]:
+    """Its inputs are already rounded, and its weight has scales per 128 × 128."""
+    codes, scale = peers.quant_rows(o.view(-1, GROUPS, GROUP_WIDTH).transpose(0, 1))
+    codes, scale = codes.transpose(0, 1), peers.rows_k_major(scale).transpose(0, 1)
+    blocks = [peers.quant_blocks(one.value.view(GROUPS, RANK, GROUP_WIDTH)) for one in weights]
+    z = torch.empty(len(o), GROUPS, RANK, device=DEVICE, dtype=torch.bfloat16)
+    return [lambda w=w: peers.wo_a_fp8(codes, scale, *w, z) for w in blocks]
+
+
 def grouped_rows(peers: ModuleType | None) -> Iterator[Row]:
-    """The peer's inputs are already rounded and its weight has scales per 128 × 128."""
     outputs = GROUPS * RANK if DEVICE == "cuda" else GROUPS * 64
     kept = stored_bytes(PackedFormat.FP8_BLOCKS, outputs, GROUP_WIDTH)
     weights = [
         weight(PackedFormat.FP8_BLOCKS, outputs, GROUP_WIDTH) for _ in range(rotations(kept))
     ]
-    theirs_weights = []
-    if peers is not None:
-        theirs_weights = [
-            peers.quant_blocks(one.value.view(GROUPS, RANK, GROUP_WIDTH)) for one in weights
-        ]
     for count, target in WO_A.items():
         o = inputs(count, HEADS, WIDTH)
-        theirs = []
-        if peers is not None:
-            codes, scale = peers.quant_rows(o.view(count, GROUPS, GROUP_WIDTH).transpose(0, 1))
-            codes, scale = codes.transpose(0, 1), peers.rows_k_major(scale).transpose(0, 1)
-            z = torch.empty(count, GROUPS, RANK, device=DEVICE, dtype=torch.bfloat16)
-            theirs = [
-                lambda c=codes, s=scale, w=w, z=z: peers.wo_a_fp8(c, s, *w, z)
-                for w in theirs_weights
-            ]
+        others: Peers = {}
+        if peers:
+            others = {"deep_gemm.fp8_einsum": lambda o=o: einsum(peers, o, weights)}
         ours = [lambda o=o, w=w: wo_a(o, w, GROUPS) for w in weights]
         yield Row(
             "wo_a", f"{count}", kept + 2.0 * count * (HEADS * WIDTH + outputs),
             2.0 * count * outputs * GROUP_WIDTH, ours,
             lambda o=o, w=weights[0]: relative(wo_a(o, w, GROUPS)[:16], expected(o, w, GROUPS)),
-            5e-3, target, "deep_gemm.fp8_einsum", theirs,
+            5e-3, min(16, count), target, others, operand_unit(PackedFormat.FP8_BLOCKS),
         )  # fmt: skip

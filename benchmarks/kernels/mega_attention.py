@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from harness import DEVICE, Row, relative, rotations
+from attention_peers import decode_peers, prefill_peers
+from harness import DEVICE, Peers, Row, relative, rotations
 
 from plugins.formats.records import RecordLayout, main_record, window_record
 from plugins.formats.rows import PackedRows
@@ -63,50 +64,20 @@ def error(given: dict[str, Any]) -> float:
     return relative(kernel.mega_attention(**given)[:16], expected)
 
 
-def flash_mla(
-    peers: ModuleType, batch: int, rows: int, entries: int, places: int, sets: int
-) -> list[Any]:
-    """FlashMLA's sparse decode on its own 584-byte rows, without the rotations."""
-    extra, window = peers.random_v4_cache(entries, 64, 1), peers.random_v4_cache(places, 64, 2)
-    sink = torch.randn(HEADS, device=DEVICE)
-    decode, shape = peers.SparseDecode(), (batch, rows)
-
-    def one() -> Any:
-        q = torch.randn(*shape, HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
-        picked = torch.randint(entries, (*shape, SELECTED), device=DEVICE, dtype=torch.int32)
-        start = torch.randint(places - WINDOW, (*shape, 1), device=DEVICE, dtype=torch.int32)
-        near = start + torch.arange(WINDOW, device=DEVICE, dtype=torch.int32)
-        return lambda: decode(q, window, near, sink, extra, picked)
-
-    return [one() for _ in range(sets)]
-
-
 def rows(peers: ModuleType | None) -> Iterator[Row]:
     entries, places = (1 << 20, 1 << 16) if DEVICE == "cuda" else (1 << 12, 1 << 10)
     main, window = pool(entries, main_record(WIDTH), 64), pool(places, window_record(WIDTH), 32)
 
-    def row(case: str, count: int, target: float, peer: str | None, theirs: list[Any]) -> Row:
+    def row(case: str, count: int, target: float, others: Peers) -> Row:
         sets = [operands(count, main, window) for _ in range(rotations(count * ROW_BYTES))]
         ours = [lambda given=given: kernel.mega_attention(**given) for given in sets]
         return Row(
             "mega_attention", case, count * ROW_BYTES, count * ROW_FLOP, ours,
-            lambda: error(sets[0]), 1e-2, target, peer, theirs,
+            lambda: error(sets[0]), 1e-2, min(16, count), target, others,
         )  # fmt: skip
 
     for (batch, query_rows), target in DECODE.items():
-        theirs = []
-        if peers is not None:
-            sets = rotations(batch * query_rows * ROW_BYTES)
-            theirs = flash_mla(peers, batch, query_rows, entries, places, sets)
-        name = f"decode {batch}x{query_rows}"
-        yield row(name, batch * query_rows, target, "flash_mla.sparse_decode_v4_584B", theirs)
+        others = decode_peers(peers, batch, query_rows) if peers else {}
+        yield row(f"decode {batch}x{query_rows}", batch * query_rows, target, others)
     for count, target in PREFILL.items():
-        theirs = []
-        if peers is not None:
-            values = torch.randn(1 << 17, 1, WIDTH, device=DEVICE, dtype=torch.bfloat16)
-            q = torch.randn(count, HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
-            keys = SELECTED + WINDOW
-            index = torch.randint(1 << 17, (count, 1, keys), device=DEVICE, dtype=torch.int32)
-            sink = torch.randn(HEADS, device=DEVICE)
-            theirs = [lambda q=q, v=values, i=index, s=sink: peers.sparse_prefill(q, v, i, s)]
-        yield row(f"prefill {count}", count, target, "flash_mla.sparse_prefill_bf16", theirs)
+        yield row(f"prefill {count}", count, target, prefill_peers(peers, count) if peers else {})

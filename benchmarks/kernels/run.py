@@ -2,9 +2,10 @@
 
     python benchmarks/kernels/run.py --out kernels.jsonl [--peers DIR] [--ops topk_select]
 
-One JSON object a case: op, case, us, floor_us, peer, peer_us, target_us, correct. --peers names a
-folder with peers.py, the wrappers of the peer libraries. --dry only compares with the references;
-it also runs on a CPU, in the interpreter: use --cases to name small ones there.
+One JSON object a case: op, case, us, floor_us, peer, peer_us, target_us, correct. --peers names
+the folder of the peer libraries, with their wrappers peers.py in it or beside it. --dry compares
+with the references and calls each peer once, which compiles them; it also runs on a CPU, in the
+interpreter: use --cases to name small ones there.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--cases", default="", help="regular expression of the cases to run")
-    parser.add_argument("--peers", metavar="DIR", help="folder of peers.py")
+    parser.add_argument("--peers", metavar="DIR", help="folder of the peer libraries")
     parser.add_argument("--out", metavar="FILE", help="also append the rows to FILE")
-    parser.add_argument("--dry", action="store_true", help="compare only, time nothing")
+    parser.add_argument("--dry", action="store_true", help="call everything once, time nothing")
     args = parser.parse_args()
     if DEVICE == "cpu" and not args.dry:
         parser.error("expected a CUDA device to time kernels on, found none; --dry only compares")

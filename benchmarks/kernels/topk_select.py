@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import torch
-from harness import DEVICE, Row, rotations
+from harness import DEVICE, Call, Row, rotations
 
 from plugins.registry import OPERATORS
 from plugins.topk_select import kernel
@@ -17,23 +17,29 @@ BLOCKS = ((1, 131_072), (64, 131_072))
 K, BLOCK, LISTED = 512, 8, 2048
 
 
+def library(pick: Callable, sets: Sequence[torch.Tensor]) -> Sequence[Call]:
+    """One of vLLM's two; that of cooperating blocks takes up to 64 rows."""
+    lengths = torch.full((len(sets[0]),), sets[0].shape[1], dtype=torch.int32, device=DEVICE)
+    space = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
+    return [lambda x=x: pick(x, lengths, K, space) for x in sets]
+
+
 def rows(peers: ModuleType | None) -> Iterator[Row]:
     reference = OPERATORS["topk_select"].reference
     for (count, columns), target in TOPK.items():
         cost = 4.0 * count * columns + 8 * count * K
         sets = [torch.randn(count, columns, device=DEVICE) for _ in range(rotations(cost))]
-        theirs = []
-        if peers is not None:
-            lengths = torch.full((count,), columns, dtype=torch.int32, device=DEVICE)
-            space = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
-            pick = peers.cooperative_topk if count <= 64 else peers.persistent_topk
-            theirs = [lambda x=x, n=lengths, s=space, f=pick: f(x, n, K, s) for x in sets]
+        others = {
+            f"vllm.{name}": lambda f=name, s=sets: library(getattr(peers, f), s)
+            for name in ("persistent_topk", "cooperative_topk")[: 2 if count <= 64 else 1]
+            if peers
+        }
         ours = [lambda x=x: kernel.topk_select(x, K) for x in sets]
         yield Row(
             "topk_select", f"{count}x{columns} k {K}", cost, 0.0, ours,
             # Exact: any difference is one too many.
             lambda x=sets[0]: float((kernel.topk_select(x, K) != reference(x, K)).sum()),
-            0.0, target, "vllm top-k", theirs,
+            0.0, count, target, others,
         )  # fmt: skip
     blocks_reference = OPERATORS["candidate_blocks"].reference
     sizes = {"block_size": BLOCK, "num_blocks": LISTED}
@@ -47,5 +53,5 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
             lambda x=sets[0], v=visible: float(
                 (kernel.candidate_blocks(x, v, **sizes) != blocks_reference(x, v, **sizes)).sum()
             ),
-            0.0,
+            0.0, count,
         )  # fmt: skip
