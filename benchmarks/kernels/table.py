@@ -14,14 +14,36 @@ from typing import Any
 
 HEAD = """# Measured on a GPU
 
-Times by graph replay with inputs outside the L2 cache, on one {device} at commit {commit}:
-{copy:.2f} TB/s copied, {product:.0f} TFLOP/s in a bfloat16 product, measured in the same run.
-`floor ÷ us` is the share of what the device can do; `target ÷ us` from 1 on meets the target, which
-is the best peer's time or better. Every row was compared with its reference on the same inputs.
+Times by graph replay on one {device} at commit {commit}: {copy:.2f} TB/s copied, {bf16:.0f} TFLOP/s in
+a bfloat16 product and {float8:.0f} in one of E4M3, measured in the same run.
+
+- `inputs`: "cold" where calls take turns among inputs of twice the L2 cache, so that they come from
+  memory; "L2" where they are too small for that and stay in the cache.
+- `floor ÷ us` is the share of what the device can do.
+- `peer` is the fastest of the others that do the same work and ran, on inputs in its own formats,
+  measured in the same process between two measurements of ours. `peer ÷ us` above 1 means that ours
+  is faster. Some do less than ours: of `wo_a` the product alone, of attention no rotation, of
+  Engram rows a copy of the bytes as they are.
+- `target` is set by hand from peers' times in an earlier run on the same kind of card: their time,
+  of index scores from 32K on 0.65 of it, of Engram rows 1.2 of it, and more than the product's alone
+  for the whole of `wo_a`. `target ÷ us` from 1 on meets it.
+- `right`: so many rows of the output, here in brackets, were compared with the reference on the same
+  inputs and agree.
+
 Written by `benchmarks/kernels/table.py`.
 
-| operator | case | µs | floor, µs | floor ÷ us | target, µs | target ÷ us | right |
-| --- | --- | --- | --- | --- | --- | --- | --- |"""
+| operator | case | inputs | µs | floor, µs | floor ÷ us | peer | peer, µs | peer ÷ us | target, µs | target ÷ us | right |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""  # noqa: E501
+
+
+def cells(record: dict[str, Any]) -> Iterable[str]:
+    us, floor = record["us"], record["floor_us"]
+    yield from (record["op"], record["case"], record["state"])
+    yield from (f"{us:,.1f}", f"{floor:,.2f}", f"{floor / us:.2f}")
+    yield record["peer"] or ""
+    for other in (record["peer_us"], record["target_us"]):
+        yield from ("", "") if other is None else (f"{other:,.1f}", f"{other / us:.2f}")
+    yield f"{'yes' if record['correct'] else 'no'} ({record['compared']})"
 
 
 def lines(records: Iterable[dict[str, Any]]) -> Iterable[str]:
@@ -31,13 +53,11 @@ def lines(records: Iterable[dict[str, Any]]) -> Iterable[str]:
                 device=record["device"],
                 commit=record["commit"],
                 copy=record["bytes_per_us"] / 1e6,
-                product=record["bf16_per_us"] / 1e6,
+                bf16=record["bf16_per_us"] / 1e6,
+                float8=record["float8_per_us"] / 1e6,
             )
-            continue
-        us, floor, target = record["us"], record["floor_us"], record["target_us"]
-        cells = [record["op"], record["case"], f"{us:,.1f}", f"{floor:,.2f}", f"{floor / us:.2f}"]
-        cells += ["", ""] if target is None else [f"{target:,.1f}", f"{target / us:.2f}"]
-        yield f"| {' | '.join(cells)} | {'yes' if record['correct'] else 'no'} |"
+        else:
+            yield f"| {' | '.join(cells(record))} |"
 
 
 if __name__ == "__main__":
