@@ -12,9 +12,9 @@ import torch
 from engine.cache_view import CacheView
 from engine.network.rows import CompressRows
 from engine.network.weights import CompressorWeights
-from plugins.compressor import pool_pairs, previous_rows
+from plugins.compressor import pooled_rows
 from plugins.kv_write import rotated_write
-from plugins.linear import LinearWeight, linear, wide_linear_pair
+from plugins.linear import linear, wide_linear_pair
 from plugins.norm import rms_norm
 
 
@@ -32,33 +32,22 @@ def compress(
     Every row makes an entry, rows that close none write it nowhere: shapes do not depend on data.
     """
     if weights.wgate is None:
-        ratio, latent = 1, linear(u, weights.wkv)
+        ratio, latent = 1, rms_norm(linear(u, weights.wkv), weights.norm, eps)
     else:
-        ratio, latent = 2, _pooled(u, source, weights, weights.wgate, rows, cache)
-    latent = rms_norm(latent, weights.norm, eps)
+        ratio, latent = (
+            2,
+            pooled_rows(
+                weights.norm,
+                wide_linear_pair(u, weights.wkv, weights.wgate),
+                cache.tail(source),
+                rows.request,
+                rows.is_first,
+                rows.tail_read,
+                rows.tail_write,
+                eps=eps,
+            ),
+        )
     positions, slots = rows.entry_position[ratio], rows.entry_write[ratio]
     rotated_write(latent, None, positions, inv_freq, cache.main(source), slots, eps=eps)
     keys, norm = linear(latent, weights.index_wk), weights.index_norm
     rotated_write(keys, norm, positions, inv_freq, cache.index(source), slots, eps=eps)
-
-
-def _pooled(
-    u: torch.Tensor,
-    source: int,
-    weights: CompressorWeights,
-    wgate: LinearWeight,
-    rows: CompressRows,
-    cache: CacheView,
-) -> torch.Tensor:
-    """The latent [T, d] of the pair (row before, row), and the tail update."""
-    current = wide_linear_pair(u, weights.wkv, wgate)
-    previous = previous_rows(
-        current,
-        cache.tail(source),
-        rows.request,
-        rows.is_first,
-        rows.tail_read,
-        rows.tail_write,
-    )
-    a, b = torch.stack([previous, current], dim=1).chunk(2, dim=-1)
-    return pool_pairs(a, b).to(u.dtype)

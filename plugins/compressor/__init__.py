@@ -1,5 +1,5 @@
 """The compressor's pooling of token pairs."""
 
-from plugins.compressor.reference import pool_pairs, previous_rows
+from plugins.compressor.reference import pool_pairs, pooled_rows, previous_rows
 
-__all__ = ["pool_pairs", "previous_rows"]
+__all__ = ["pool_pairs", "pooled_rows", "previous_rows"]

@@ -1,4 +1,5 @@
-"""The ratio-2 compressor: the row before each row, and the pooling of two tokens to one latent."""
+"""The ratio-2 compressor: the row before each row, the pooling of two tokens to one latent, and
+both with the norm behind them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from plugins.compressor.schema import POOL_PAIRS, PREVIOUS_ROWS
+from plugins.compressor.schema import POOL_PAIRS, POOLED_ROWS, PREVIOUS_ROWS
+from plugins.norm import rms_norm
 from plugins.registry import operator
 
 if TYPE_CHECKING:
@@ -47,3 +49,22 @@ def previous_rows(
     previous = torch.where(is_first.unsqueeze(-1), stored, current.roll(1, dims=0))
     tail.write(write_slots, current)
     return previous
+
+
+@operator(POOLED_ROWS)
+def pooled_rows(
+    norm: torch.Tensor,
+    current: torch.Tensor,
+    tail: RowStore,
+    request: torch.Tensor,
+    is_first: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor,
+    *,
+    eps: float,
+) -> torch.Tensor:
+    """The latents [T, d], in the dtype of norm [d] and normalised by it, of the pairs (row before,
+    row) of current [T, 2·d], values beside gate logits; the rest as in previous_rows."""
+    previous = previous_rows(current, tail, request, is_first, read_slots, write_slots)
+    a, b = torch.stack([previous, current], dim=1).chunk(2, dim=-1)
+    return rms_norm(pool_pairs(a, b).to(norm.dtype), norm, eps)

@@ -31,3 +31,22 @@ PREVIOUS_ROWS = OperatorSchema(
     "written, and non-negative write slots must be distinct",
     source="technical report, compressed sparse attention, compressor of ratio 2",
 )
+
+POOLED_ROWS = OperatorSchema(
+    name="pooled_rows",
+    inputs=(
+        TensorSpec("norm", ("d",)),
+        TensorSpec("current", ("T", "2*d")),
+        TensorSpec("tail", ("slots", "2*d"), "rows", aliased=True),
+        TensorSpec("request", ("T",), "int64"),
+        TensorSpec("is_first", ("T",), "bool"),
+        TensorSpec("read_slots", ("R",), "int64"),
+        TensorSpec("write_slots", ("T",), "int64"),
+    ),
+    outputs=(TensorSpec("latent", ("T", "d")),),
+    attributes=("eps",),
+    ties="none: nothing is selected",
+    deterministic="a row depends on itself and the row before it; the tail as in previous_rows",
+    source="technical report, compressed sparse attention, compressor of ratio 2",
+    composite=True,
+)

@@ -238,6 +238,12 @@ def kernels(device: Limits) -> Kernels:
             "previous", compressor._previous_rows, WRITE,
             {"ROWS": 4, "ROW": 1024, "STORED": 0, "WIDTH": 1024, "TILE": 512}, 4,
         ),
+        (
+            "pooled rows", compressor._pooled_rows,
+            {**WRITE, "norm": "*bf16", "write_slots": "*i64", "latent": "*bf16", "eps": "fp32"},
+            {"ROWS": 4, "ROW": 1024, "STORED": 0, "WIDTH": 512, "PADDED": 512, "KEEP": True,
+             "OVERLAP": device.float8}, 4,
+        ),
         *kernels_ahead_linear.kernels(device),
         *engram_kernels(device),
         *kernels_ahead_experts.kernels(device),

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from plugins.compressor.cases import PreviousCase
 from plugins.formats.records import index_record
 from plugins.formats.rows import Region, ValueRows
 from plugins.graph import graph_operator, graph_operators
@@ -26,6 +27,7 @@ NODES = {
     "markov_choice": [],
     "mega_mhc": ["hc_expand", "hc_mix", "hc_collapse", "norm"],
     "norm_and_write": ["norm", "rope", "kv_write", "norm"],
+    "pooled_rows": ["previous_rows", "pool_pairs", "norm"],
     "rotated_write": ["norm", "rope", "kv_write"],
     "wide_linear": ["linear"],
     "wide_linear_pair": ["linear", "linear"],
@@ -75,6 +77,10 @@ def arguments_of(name: str, dtype: torch.dtype) -> dict[str, Any]:
             mix = {"pre": (4,), "post": (4,), "comb": (4, 4)}
             made = {one: normal(ROWS, *shape) for one, shape in mix.items()}
             return {**given, **made, "y": case.output(dtype), "norm": normal(WIDTH)}
+        case "pooled_rows":
+            wide = torch.promote_types(dtype, torch.float32)
+            rows = PreviousCase("", (2, 1), (3, 0), WIDTH).operands(wide)
+            return {"norm": normal(WIDTH // 2), **rows, "eps": 1e-6}
         case "norm_and_write":
             return {"latent": normal(ROWS, 9), "latent_norm": normal(9), **written}
     assert name == "rotated_write"
@@ -99,7 +105,8 @@ def test_a_graph_has_the_pieces(name: str) -> None:
     class Module(torch.nn.Module):
         def forward(self, tensors: dict[str, torch.Tensor], memory: torch.Tensor) -> Any:
             store = GraphRows(Pages(memory), Region(0, 1, WIDTH), None)
-            given = {**arguments, **tensors} | ({"rows": store} if "rows" in arguments else {})
+            stores = {n: store for n, x in arguments.items() if isinstance(x, ValueRows)}
+            given = {**arguments, **tensors, **stores}
             return tree_leaves(called(**given)), store.pages.tensor
 
     program = torch.export.export(Module(), (tensors, torch.zeros(5, WIDTH)))

@@ -192,6 +192,24 @@ def test_the_row_before_and_the_tail(case: PreviousCase, dtype: torch.dtype) -> 
     assert torch.equal(on_device["tail"].values.cpu(), expected)
 
 
+@pytest.mark.parametrize("case", PREVIOUS_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pooled_rows_are_the_norm_of_pooled_pairs(case: PreviousCase, dtype: torch.dtype) -> None:
+    """And the tail is that of previous_rows. Rows are wide, as in the network, latents `dtype`."""
+    operands = moved(case.operands(torch.float32))
+    norm = torch.linspace(-1, 2, case.width // 2).to(dtype).to(DEVICE)
+    tail = ValueRows(operands["tail"].values.clone())
+    ours = compressor.pooled_rows(norm, **{**operands, "tail": tail}, eps=1e-6)
+    previous = compressor.previous_rows(**operands)
+    a, b = torch.stack([previous, operands["current"]], dim=1).chunk(2, dim=-1)
+    expected = rms_norm(compressor.pool_pairs(a, b).to(dtype), norm, 1e-6)
+    assert ours.dtype == dtype
+    # The interpreter cuts off, and that twice.
+    limit = 2e-7 if dtype == torch.float32 else 2.0**-7 if DEVICE == "cuda" else 2.0**-6
+    torch.testing.assert_close(ours, expected, rtol=limit, atol=0)
+    assert torch.equal(tail.values, operands["tail"].values)
+
+
 @pytest.mark.parametrize("name", [*RECORDS, "none"])
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -91,6 +91,12 @@ def previous() -> Callable[[], torch.Tensor]:
     return lambda: load_kernel("compressor").previous_rows(**operands)
 
 
+def pooled_rows() -> Callable[[], torch.Tensor]:
+    operands = moved(PREVIOUS_CASES[0].operands(torch.float32))
+    norm = torch.ones(PREVIOUS_CASES[0].width // 2, dtype=torch.bfloat16, device="cuda")
+    return lambda: load_kernel("compressor").pooled_rows(norm, **operands, eps=1e-6)
+
+
 def linear(rows: int, stored: PackedFormat) -> Callable[[], torch.Tensor]:
     operands = moved(PackedCase("graph", rows, 1280, 640, stored).operands(torch.bfloat16))
     return lambda: load_kernel("linear").linear(**operands)
@@ -223,6 +229,7 @@ CALLS = {
     "cache write": write,
     "pooling": pool,
     "previous rows": previous,
+    "pooled rows": pooled_rows,
     "linear, FP8 as stored": lambda: linear(5, PackedFormat.FP8_BLOCKS),
     "linear, FP8 decoded as it streams": lambda: linear(100, PackedFormat.MXFP8),
     "linear, FP8 decoded once": lambda: linear(600, PackedFormat.FP8_BLOCKS),
@@ -254,7 +261,7 @@ def test_a_graph_replays_to_the_bits_of_the_call(name: str) -> None:
 def test_cuda_tensors_run_the_kernels() -> None:
     for name in (
         "mega_attention", "index_scores", "topk_select", "candidate_blocks", "candidate_topk",
-        "kv_write", "pool_pairs", "previous_rows", "linear", "wo_a", "engram_rows",
+        "kv_write", "pool_pairs", "previous_rows", "pooled_rows", "linear", "wo_a", "engram_rows",
         "engram_lookup", "engram_gate", "moe", "mega_gate", "hc_mix", "hc_expand", "hc_collapse",
         "norm", "rope", "sample",
     ):  # fmt: skip
