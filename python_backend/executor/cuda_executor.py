@@ -4,10 +4,14 @@ A step whose rows all run through the decoder (decoding, verification) is one gr
 two: the encoder on all rows, the decoder on the rows at the end of each prompt, each with sizes of
 its own; larger ones run without a graph. A graph is made at start-up, or when its size is asked for
 the third time: one that comes once would cost more than it saves.
+
+Where experts run their reference (docs/kernels/moe.md), which asks the device how many rows each of
+them has, there are no graphs: none can hold a wait.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -34,6 +38,8 @@ from python_backend.executor.shapes import GraphSizes
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.settings import CoreLimits
 
+logger = logging.getLogger(__name__)
+
 CAPTURE_AFTER = 2
 
 Host = HostStep | HostDraft
@@ -42,7 +48,8 @@ Output = TypeVar("Output", DecoderOutput, Residual, DraftOutput)
 
 class CudaExecutor(TorchExecutor):
     """`graphs` off runs the same kernels on the same sizes one by one; the bits are equal.
-    `capture_after` counts the steps of a size that run before its graph is made."""
+    `capture_after` counts the steps of a size that run before its graph is made. A network whose
+    steps wait for the device has no graphs, which is logged."""
 
     def __init__(
         self,
@@ -65,7 +72,12 @@ class CudaExecutor(TorchExecutor):
         self._graphs: dict[tuple[str, Any], StepGraph[Any, Any]] = {}
         self._uses: Counter[tuple[str, Any]] = Counter()
         self._results: Results | None = None
-        if graphs:
+        if graphs and waits_for_experts(network):
+            logger.warning(
+                "steps run without CUDA graphs: the experts have calibrated NVFP4 inputs or "
+                "several formats, or the dtype is float64, and such a step waits for the device"
+            )
+        elif graphs:
             self._pool = torch.cuda.graph_pool_handle()
             self._results = Results.of(network, self._sizes, device)
 
@@ -180,6 +192,18 @@ class CudaExecutor(TorchExecutor):
             device=self._device,
             pool=self._pool,
         )
+
+
+def waits_for_experts(network: Network) -> bool:
+    """Whether any experts run the reference on a device."""
+    from plugins.moe.device_weights import device_experts  # imports the Triton language
+
+    weights, dtype = network.weights, network.dtype
+    stages = () if weights.draft is None else weights.draft.stages
+    experts = [
+        one for layer in (*weights.layers, *stages) for one in (layer.moe.routed, layer.moe.shared)
+    ]
+    return dtype == torch.float64 or any(device_experts(one, dtype) is None for one in experts)
 
 
 def _extended(residual: Residual, rows: int) -> Residual:

@@ -17,7 +17,7 @@ from engine.network.decoder import DecoderOutput
 from engine.paged_cache import CachePools
 from python_backend.core import EngineCore
 from python_backend.drafting.rule import DraftRule
-from python_backend.executor.cuda_executor import CudaExecutor
+from python_backend.executor.cuda_executor import CudaExecutor, waits_for_experts
 from python_backend.executor.inputs import DraftShape, HostStep
 from python_backend.executor.pools import pools_of
 from python_backend.executor.shapes import GraphSizes
@@ -93,6 +93,33 @@ def test_a_padded_step_gives_the_same_bits_and_touches_no_other_page(
     for name in ("global_pages", "window_pages", "tails"):
         assert torch.equal(getattr(pools[0], name), getattr(pools[1], name)), name
     assert {(True, True), (False, False)} <= padded.kinds  # decode sizes, and trimmed prefill
+
+
+def with_calibrated_inputs(network: Network) -> Network:
+    """Of one layer's routed experts, as an engine of nvfp4-w4a4 has them."""
+    layers = list(network.weights.layers)
+    moe = layers[3].moe
+    scale = torch.full((moe.routed.count, 2), 0.01)
+    routed = replace(moe.routed, input_scale=scale.to(moe.gate.device))
+    layers[3] = replace(layers[3], moe=replace(moe, routed=routed))
+    return Network(network.config, replace(network.weights, layers=tuple(layers)))
+
+
+def test_steps_that_wait_for_the_device_have_no_graphs(
+    network_of: Callable[[torch.dtype], Network], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A capture of one would fail at start."""
+    pytest.importorskip("triton")
+    network = network_of(torch.float32)
+    assert not waits_for_experts(network)
+    assert waits_for_experts(network_of(torch.float64))
+    calibrated = with_calibrated_inputs(network)
+    assert waits_for_experts(calibrated)
+    pools = pools_of(network.config, BOUNDS, network.dtype)
+    executor = CudaExecutor(calibrated, pools, BOUNDS, device="cpu")
+    assert executor.shapes_at_start() == []
+    (message,) = caplog.messages
+    assert message.startswith("steps run without CUDA graphs: the experts have calibrated NVFP4")
 
 
 SIZES = GraphSizes(
