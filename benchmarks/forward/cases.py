@@ -78,6 +78,21 @@ def parse(text: str) -> Case:
     return Case(name, text, tuple(requests))
 
 
+def jittered(case: Case, longest: int, *, seed: int = 0) -> Case:
+    """The contexts of requests that decode, spread by up to half of each: evenly around what the
+    case says, in random order, and none beyond `longest`. A lone one keeps its own."""
+    rng = np.random.default_rng(seed)
+    requests = list(case.requests)
+    for kind in dict.fromkeys(request for request in requests if request.decodes):
+        places = [r for r, request in enumerate(requests) if request == kind]
+        before = kind.context - kind.rows
+        most = max(0, min(before // 2, longest - kind.context))
+        shares = rng.permutation(2 * np.arange(len(places)) + 1 - len(places)) / len(places)
+        for r, moved in zip(places, np.rint(most * shares).astype(int).tolist(), strict=True):
+            requests[r] = replace(kind, context=max(kind.rows + 1, kind.context + moved))
+    return replace(case, requests=tuple(requests))
+
+
 def step_of(case: Case, limits: CoreLimits, *, seed: int = 0) -> StepPlan:
     """The step of a scheduler whose requests stand as the case says: random tokens, pages of their
     own, the null page where a window has gone.

@@ -35,36 +35,47 @@ def weight_bytes(node: Any) -> int:
 
 
 def step_bytes(
-    case: Case, config: ModelConfig, weights: NetworkWeights, rows: int, decoder_rows: int
+    case: Case,
+    config: ModelConfig,
+    weights: NetworkWeights,
+    rows: int,
+    decoder_rows: int,
+    *,
+    in_turn: bool = False,
 ) -> int:
-    """Of the target's forward. rows: all of the step, decoder_rows: those of its decoder."""
+    """Of the target's forward. rows: all of the step, decoder_rows: those of its decoder; in_turn:
+    they choose the experts one after the other."""
     total = weight_bytes(weights.norm) + weight_bytes(weights.head)
     for layer, of_layer in enumerate(weights.layers):
         mine = rows if layer < config.decoder_start else decoder_rows
         per_token = config.num_experts_per_tok
-        total += weight_bytes(of_layer) + _expert_bytes(of_layer, per_token, mine)
+        total += weight_bytes(of_layer) + _expert_bytes(of_layer, per_token, mine, in_turn)
         total += sum(_cache_bytes(layer, request, config) for request in case.requests)
     return total
 
 
-def draft_bytes(case: Case, config: ModelConfig, weights: NetworkWeights) -> int:
+def draft_bytes(
+    case: Case, config: ModelConfig, weights: NetworkWeights, *, in_turn: bool = False
+) -> int:
     """Of the draft pass behind a decode step that keeps all its rows: a block for each request."""
     draft = weights.draft
     assert draft is not None, "the model drafts"
     total = weight_bytes(weights.head) + weight_bytes(draft) - weight_bytes(draft.markov_embed)
     rows = len(case.requests) * config.dspark_block_size
     for stage in draft.stages:
-        total += _expert_bytes(stage, config.dspark_num_experts_per_tok, rows)
+        total += _expert_bytes(stage, config.dspark_num_experts_per_tok, rows, in_turn)
         for request in case.requests:
             seen = min(request.context, config.sliding_window)
             total += seen * window_row_bytes(config.head_dim)
     return total
 
 
-def _expert_bytes(layer: LayerWeights, per_token: int, rows: int) -> int:
-    """Of the experts that `rows` rows choose, so many each, were all as likely."""
+def _expert_bytes(layer: LayerWeights, per_token: int, rows: int, in_turn: bool) -> int:
+    """Of the experts that `rows` rows choose, so many each: in turn, or were all as likely."""
     experts = layer.moe.routed
     share = 1 - (1 - per_token / experts.count) ** rows
+    if in_turn:
+        share = min(1.0, rows * per_token / experts.count)
     return int(weight_bytes(experts) * share)
 
 

@@ -6,8 +6,11 @@
 benchmarks/forward/cases.py has the grammar. One JSON object a case: `gpu_ms` is the replay of the
 whole step as one CUDA graph, `launched_ms` the same step launched one by one, `served_ms` as it is
 served, with graphs of its sizes; a CPU has `served_ms` alone. `floor_ms` is `bytes` at the speed of
-a copy. With --experts-per-rank the model is one of the ranks that share the experts: so many of
-them, of which each row chooses as many as it does of all. Nothing is sent between ranks.
+a copy. Contexts of several requests that decode are jittered by up to half, their mean kept, and
+rows choose the experts in turn, unless told otherwise; caches are full of random rows.
+
+With --experts-per-rank the model is one of the ranks that share the experts: so many of them, of
+which each row chooses as many as it does of all. Nothing is sent between ranks.
 """
 
 from __future__ import annotations
@@ -15,14 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.forward.cases import Case, num_global_pages, parse, step_of
+from benchmarks.forward.cases import Case, jittered, num_global_pages, parse, step_of
 from benchmarks.forward.floor import draft_bytes, step_bytes
+from benchmarks.forward.routing import balanced
 from benchmarks.forward.steps import (
     Step,
     filled_pools,
@@ -41,6 +46,7 @@ from python_backend.settings import CoreLimits, ServeSettings, SettingsError
 
 COPY_BYTES_PER_MS = 4.27e9  # an elementwise copy on an H200, read and written; docs/kernels
 DEFAULT_ENGRAM_ROWS = 4_000_000
+MOST_SPREAD = 0.005
 _SHOWN_KERNELS = 40
 _MEMORY = 1 << 50  # pages are counted by the cases, not by what is free
 
@@ -62,9 +68,14 @@ def rank_config(
 
 
 def limits_for(cases: list[Case], config: ModelConfig, *, replay: bool, draft: bool) -> CoreLimits:
-    """Limits that hold every case. Raises SettingsError where none do."""
+    """Limits that hold every case. Raises SettingsError where none do, ValueError for a context
+    beyond the model's positions."""
     most = max(case.most_drafts for case in cases) if draft else 0
     longest = max(case.longest for case in cases)
+    if longest > config.max_position_embeddings:
+        raise ValueError(
+            f"expected contexts of at most {config.max_position_embeddings} tokens, got {longest}"
+        )
     window = config.sliding_window
     settings = ServeSettings(
         dtype="bfloat16",
@@ -84,6 +95,16 @@ def limits_for(cases: list[Case], config: ModelConfig, *, replay: bool, draft: b
     return replace(limits, num_global_pages=pages)
 
 
+def spread_warning(case: Case, spread: float) -> str | None:
+    """One sentence where the samples of a step differ more than a repeatable one's."""
+    if spread <= MOST_SPREAD:
+        return None
+    return (
+        f"{case.text}: samples spread by {spread:.1%}, more than {MOST_SPREAD:.1%}: measure it "
+        "again with nothing else on the device"
+    )
+
+
 def measure(
     case: Case,
     network: Network,
@@ -92,8 +113,9 @@ def measure(
     *,
     device: str,
     graphs: bool,
+    in_turn: bool = False,
 ) -> dict[str, Any]:
-    """One row of the result."""
+    """One row of the result; in_turn: rows choose their experts so."""
     plan = step_of(case, limits)
     if device == "cpu":
         step = Step(TorchExecutor(network, pools), plan)
@@ -111,6 +133,8 @@ def measure(
         shown = sorted(found.items(), key=lambda item: -item[1][1])[:_SHOWN_KERNELS]
         graph, output = step.captured()
         ms, spread = gpu_ms(graph)
+        if warning := spread_warning(case, spread):
+            print(warning, file=sys.stderr)
         timed |= {
             "gpu_ms": round(ms, 4),
             "spread": round(spread, 4),
@@ -120,9 +144,9 @@ def measure(
             "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
         }
     rows, decoder_rows = len(step.host.rows.tokens), len(step.host.rows.decoder_rows)
-    moved = step_bytes(case, network.config, network.weights, rows, decoder_rows)
+    moved = step_bytes(case, network.config, network.weights, rows, decoder_rows, in_turn=in_turn)
     if plan.wants_drafts.any():
-        moved += draft_bytes(case, network.config, network.weights)
+        moved += draft_bytes(case, network.config, network.weights, in_turn=in_turn)
     return {
         "case": case.text,
         "requests": len(case.requests),
@@ -145,6 +169,12 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-replay", action="store_true", help="every row through the decoder")
     parser.add_argument("--no-graphs", action="store_true", help="leave served_ms out")
+    parser.add_argument(
+        "--no-jitter", action="store_true", help="contexts exactly as they are named"
+    )
+    parser.add_argument(
+        "--real-routing", action="store_true", help="experts as random gates choose"
+    )
     parser.add_argument("--no-drafter", action="store_true", help="leave the draft pass out")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also append the rows to FILE")
     args = parser.parse_args()
@@ -154,11 +184,14 @@ def main() -> int:
         if rows is None and args.config == "full":
             rows = DEFAULT_ENGRAM_ROWS
         config = rank_config(args.config, experts=args.experts_per_rank, engram_rows=rows)
+        if not args.no_jitter:
+            cases = [jittered(case, config.max_position_embeddings) for case in cases]
         limits = limits_for(cases, config, replay=not args.no_replay, draft=not args.no_drafter)
         for case in cases:
             step_of(case, limits)  # a hit that is not whole pages is refused before weights exist
     except (ValueError, ConfigError, SettingsError) as error:
         parser.error(str(error))
+    turns = not args.real_routing
     host = {"engram_on_host": True} if args.engram_on_host else {}
     network = random_network(config, getattr(torch, args.dtype), args.device, **host)
     pools = filled_pools(network, limits, args.device)
@@ -169,10 +202,23 @@ def main() -> int:
         "engram_on_host": args.engram_on_host,
         "dtype": args.dtype,
         "replay": not args.no_replay,
+        "jitter": not args.no_jitter,
+        "routing": "balanced" if turns else "real",
         "device": args.device if args.device == "cpu" else torch.cuda.get_device_name(),
     }
     for case in cases:
-        made = measure(case, network, pools, limits, device=args.device, graphs=not args.no_graphs)
+        # A graph's rows may be padded to twice the step's.
+        routing = balanced(network, 2 * limits.max_num_tokens) if turns else nullcontext()
+        with routing:
+            made = measure(
+                case,
+                network,
+                pools,
+                limits,
+                device=args.device,
+                graphs=not args.no_graphs,
+                in_turn=turns,
+            )
         line = json.dumps(made | common)
         print(line, flush=True)
         if args.out is not None:

@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.forward.cases import Request, num_global_pages, parse, prompt_steps, step_of
+from benchmarks.forward.cases import (
+    Request,
+    jittered,
+    num_global_pages,
+    parse,
+    prompt_steps,
+    step_of,
+)
 from benchmarks.forward.floor import draft_bytes
-from benchmarks.forward.run import limits_for, rank_config
+from benchmarks.forward.routing import balanced
+from benchmarks.forward.run import limits_for, rank_config, spread_warning
 from benchmarks.forward.weights import random_network
 from builder import commands
 from builder.cli import main
+from engine.network import block
 
 
 def test_the_grammar() -> None:
@@ -78,20 +87,91 @@ def test_what_more_requests_add_to_the_floor_of_a_draft_pass() -> None:
     floors = [draft_bytes(parse(f"x={n}*4@64:3"), config, weights) for n in (1, 2)]
     chosen = [int(4 * expert * share) for share in shares]
     assert floors[1] - floors[0] == 2 * (chosen[1] - chosen[0] + 8 * 66)
+    in_turn = [draft_bytes(parse(f"x={n}*4@64:3"), config, weights, in_turn=True) for n in (1, 2)]
+    # Three rows meet three of the four, six all.
+    assert in_turn[1] - in_turn[0] == 2 * (expert + 8 * 66)
     assert floors[0] > 2 * (chosen[0] + 8 * 66) + config.vocab_size * config.hidden_size * 2
 
 
 def test_a_run_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    cases = ["mix=16@48,1@60"]
+    cases = ["mix=16@48,1@60", "decode=4*1@64", "verify=2*4@100:3", "hit=32@96"]
     options = [*cases, "--config", "tiny", "--device", "cpu", "--out", str(out)]
     assert main(["bench", "forward", *options]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"] for row in rows] == cases
-    assert [(row["rows"], row["decoder_rows"]) for row in rows] == [(25, 9)]
+    assert [(row["rows"], row["decoder_rows"]) for row in rows] == [
+        (25, 9),
+        (4, 4),
+        (8, 8),
+        (40, 8),
+    ]
     for row in rows:
+        assert (row["jitter"], row["routing"]) == (True, "balanced")
         assert row["served_ms"] > 0
         assert row["bytes"] > 1e6
+
+
+@pytest.mark.parametrize("case", ["decode=32*1@8192", "hit=2048@10240"])
+def test_a_context_beyond_the_model_is_one_sentence(
+    case: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "forward", case, "--config", "tiny"])
+    assert end.value.code == 2
+    got = case.partition("@")[2]
+    said = f"error: expected contexts of at most 1024 tokens, got {got}\n"
+    assert capfd.readouterr().err.endswith(said)
+
+
+def test_contexts_are_spread_evenly_around_their_mean() -> None:
+    case = jittered(parse("x=4*1@65,64,2*6@206:5"), 1024)
+    contexts = [request.context for request in case.requests]
+    # 64 tokens before the row, of which half are 32: 3/4 and 1/4 of that to either side.
+    assert sorted(contexts[:4]) == [65 - 24, 65 - 8, 65 + 8, 65 + 24]
+    assert contexts[4] == 64
+    assert sorted(contexts[5:]) == [206 - 50, 206 + 50]
+    assert all(request.decodes for request in case.requests[:4])
+    assert jittered(parse("x=4*1@65,64,2*6@206:5"), 1024) == case
+    assert jittered(parse("x=1@65"), 1024) == parse("x=1@65")
+    assert max(r.context for r in jittered(parse("x=9*1@1000"), 1024).requests) <= 1024
+
+
+def test_rows_choose_the_experts_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TINY: four experts of which a row takes one; its draft stages are no part of this step."""
+    network = random_network(rank_config("tiny"), torch.bfloat16, "cpu")
+    config, layers = network.config, network.weights.layers
+    chosen = []
+    moe = block.moe
+    monkeypatch.setattr(
+        block,
+        "moe",
+        lambda u, ids, *rest, **more: (chosen.append(ids), moe(u, ids, *rest, **more))[1],
+    )
+    gate = block.mega_gate
+    u = torch.randn(6, config.hidden_size, dtype=torch.bfloat16)
+
+    def run(some) -> None:
+        for layer in some:
+            block.experts(u, layer.moe, config, config.num_experts_per_tok, None)
+
+    with balanced(network, 8):
+        run(layers)
+    count, per_row = config.n_routed_experts, config.num_experts_per_tok
+    expected = [[(r * per_row + j) % count for j in range(per_row)] for r in range(6)]
+    assert [ids.tolist() for ids in chosen] == [expected] * len(layers)
+    assert block.mega_gate is gate
+    said = f"expected balanced routing in {len(layers)} layers, 1 had none"
+    with pytest.raises(RuntimeError, match=said), balanced(network, 8):
+        run(layers[1:])
+    with pytest.raises(RuntimeError, match="at most 4 rows, got 6"), balanced(network, 4):
+        run(layers)
+
+
+def test_a_spread_is_warned_of() -> None:
+    case = parse("decode=1@64")
+    assert spread_warning(case, 0.005) is None
+    assert "decode=1@64: samples spread by 1.2%" in str(spread_warning(case, 0.012))
 
 
 def test_a_bad_case_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
