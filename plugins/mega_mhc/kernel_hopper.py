@@ -1,7 +1,8 @@
 """The pass over many rows of bfloat16 streams on Hopper, in Gluon; docs/kernels/mega_mhc.md.
 
 A program keeps one part's coefficients in shared memory for good. Its groups of four warps take
-blocks of rows in turn, each at its own pace, a tile ahead in registers. Bits are those of
+blocks of rows in turn, each at its own pace, and copy two tiles ahead of it to shared memory: a
+fence before a product waits for loads into registers, but not for such copies. Bits are those of
 kernel_pass.py, tile by tile.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -72,43 +74,47 @@ def _high(word):
 
 @gluon.jit
 def _keep_coefficients(
-    coefficients, fn, first, group: gl.constexpr, WIDTH: gl.constexpr, MIXES: gl.constexpr,
-    TILES: gl.constexpr, TILE: gl.constexpr, GROUPS: gl.constexpr,
+    coefficients, fn, first, group: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr,
+    TILE: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """A group's share of a part's columns of fn, its upper and lower bfloat16 halves 8 rows apart,
-    for each tile and stream [64, TILE]. All loads are under way at once."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """A group's share of a part's columns of fn, for each tile and stream three times eight mixes:
+    their upper bfloat16 halves, then their lower ones. All loads are under way at once."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     EACH: gl.constexpr = (4 * TILES + GROUPS - 1) // GROUPS
-    mix = gl.arange(0, 32, layout=gl.SliceLayout(1, LINES))
+    mix = gl.arange(0, 8, layout=gl.SliceLayout(1, LINES))
     column = first + gl.arange(0, TILE, layout=gl.SliceLayout(0, LINES))
     at = fn + mix[:, None] * (4 * WIDTH) + column[None, :]
-    there = (mix < MIXES)[:, None]
     loaded = ()
     for k in gl.static_range(EACH):
         if k * GROUPS + group < 4 * TILES:
             stream = (k * GROUPS + group) % 4
             tile = (k * GROUPS + group) // 4
-            one = gl.load(at + (stream * WIDTH + tile * TILE), mask=there, other=0.0)
-            loaded = loaded + (one,)  # noqa: RUF005 (kernels know no unpacking)
+            for eight in gl.static_range(3):
+                one = gl.load(at + (eight * 32 * WIDTH + stream * WIDTH + tile * TILE))
+                loaded = loaded + (one,)  # noqa: RUF005 (kernels know no unpacking)
     for k in gl.static_range(EACH):
         if k * GROUPS + group < 4 * TILES:
-            x = loaded[k].to(gl.float32)
-            high = _upper(x)
-            both = gl.join(high, _upper(x - high.to(gl.float32)))
-            both = both.reshape([4, 8, TILE, 2]).permute([0, 3, 1, 2]).reshape([64, TILE])
-            coefficients.index(k * GROUPS + group).store(both)
+            for eight in gl.static_range(3):
+                x = loaded[3 * k + eight].to(gl.float32)
+                high = _upper(x)
+                both = gl.join(high, _upper(x - high.to(gl.float32)))
+                both = both.permute([2, 0, 1]).reshape([16, TILE])
+                coefficients.index((k * GROUPS + group) * 3 + eight).store(both)
 
 
 @gluon.jit
-def _load_tile(streams, row_stride, stream_stride, y, y_stride, row, num_rows, word):
-    """Words of the four streams and of y of rows."""
-    there = (row < num_rows)[:, None]
+def _copy_tile(
+    copies, slot, streams, row_stride, stream_stride, y, y_stride, row, num_rows, word
+):  # fmt: skip
+    """Words of the four streams and of y of rows, on their way to a slot of `copies`."""
+    there = ((row < num_rows)[:, None]) & (word >= 0)[None, :]
     at = streams + (row * row_stride)[:, None] + word[None, :]
-    loaded = ()
     for i in gl.static_range(4):
-        loaded = loaded + (gl.load(at + i * stream_stride, mask=there, other=0),)  # noqa: RUF005
+        to = copies[i].index(slot)
+        async_copy.async_copy_global_to_shared(to, at + i * stream_stride, mask=there)
     at = y + (row * y_stride)[:, None] + word[None, :]
-    return loaded + (gl.load(at, mask=there, other=0),)  # noqa: RUF005
+    async_copy.async_copy_global_to_shared(copies[4].index(slot), at, mask=there)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -147,7 +153,7 @@ def _row_sums(x, ROWS: gl.constexpr, WORDS: gl.constexpr):
 
 @gluon.jit
 def _rows_in_turn(
-    group: gl.constexpr, coefficients, values, ready,
+    group: gl.constexpr, coefficients, values, copies, ready,
     streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
     expanded, collapsed, sums, num_rows,
     WIDTH: gl.constexpr, MIXES: gl.constexpr, SUMS: gl.constexpr, PARTS: gl.constexpr,
@@ -162,7 +168,7 @@ def _rows_in_turn(
     part = gl.program_id(0) % PARTS
     step = gl.num_programs(0) // PARTS * GROUPS
     first = part * (TILES * TILE)
-    _keep_coefficients(coefficients, fn, first, group, WIDTH, MIXES, TILES, TILE, GROUPS)
+    _keep_coefficients(coefficients, fn, first, group, WIDTH, TILES, TILE, GROUPS)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(ready, count=1)
@@ -176,7 +182,12 @@ def _rows_in_turn(
     zeros = gl.zeros([ROWS, WORDS], gl.float32, layout=PAIRS)
     begin = gl.program_id(0) // PARTS * GROUPS + group
     row = (begin * ROWS + lane_row).to(gl.int64)
-    now = _load_tile(streams, row_stride, stream_stride, y, y_stride, row, num_rows, word)
+    for ahead in gl.static_range(2):
+        _copy_tile(
+            copies, ahead, streams, row_stride, stream_stride, y, y_stride, row, num_rows,
+            word + ahead * WORDS,
+        )  # fmt: skip
+    slot = 0
     for block in range(begin, gl.cdiv(num_rows, ROWS), step):
         row = (block * ROWS + lane_row).to(gl.int64)
         following = ((block + step) * ROWS + lane_row).to(gl.int64)
@@ -187,12 +198,10 @@ def _rows_in_turn(
         total = gl.sum(none.reshape([4, 2, 8, ROWS]), axis=1)
         squares_total = _row_sums(zeros, ROWS, WORDS)
         for tile in range(TILES):
-            wraps = tile == TILES - 1
-            coming = _load_tile(
-                streams, row_stride, stream_stride, y, y_stride,
-                gl.where(wraps, following, row), num_rows,
-                word + gl.where(wraps, 0, tile + 1) * WORDS,
-            )  # fmt: skip
+            async_copy.wait_group(1)
+            now = ()
+            for i in gl.static_range(5):
+                now = now + (copies[i].index(slot).load(PAIRS),)  # noqa: RUF005
             made = ()
             for j in gl.static_range(4):
                 low, high = shares[j] * _low(now[0]), shares[j] * _high(now[0])
@@ -204,12 +213,21 @@ def _rows_in_turn(
                 made = made + (both,)  # noqa: RUF005
             fence_async_shared()
             gl.thread_barrier()
+            wraps = tile >= TILES - 2
+            _copy_tile(
+                copies, slot, streams, row_stride, stream_stride, y, y_stride,
+                gl.where(wraps, following, row), num_rows,
+                word + gl.where(wraps, tile + 2 - TILES, tile + 2) * WORDS,
+            )  # fmt: skip
+            slot = 1 - slot
             going = none
             for j in gl.static_range(4):
                 operand = values[j]._reinterpret(gl.bfloat16, [ROWS, TILE], SHARED)
+                # The last 16 of the 64 rows are the next tile's, and their products unused.
+                mixes = coefficients.index((tile * 4 + j) * 3)
                 going = warpgroup_mma(
-                    coefficients.index(tile * 4 + j), operand.permute((1, 0)), going,
-                    use_acc=j > 0, is_async=True,
+                    mixes._reinterpret(gl.bfloat16, [64, TILE], SHARED),
+                    operand.permute((1, 0)), going, use_acc=j > 0, is_async=True,
                 )  # fmt: skip
             squares, high_squares, merged, high_merged = zeros, zeros, zeros, zeros
             for j in gl.static_range(4):
@@ -226,7 +244,6 @@ def _rows_in_turn(
             squares_total += _row_sums(squares + high_squares, ROWS, WORDS)
             halves = warpgroup_mma_wait(0, deps=[going])
             total += gl.sum(halves.reshape([4, 2, 8, ROWS]), axis=1)
-            now = coming
         left = gl.convert_layout(total.reshape([32, ROWS]), LEFT)
         of_squares = gl.convert_layout(squares_total, gl.SliceLayout(0, LEFT))
         place = gl.arange(0, 32, layout=gl.SliceLayout(1, LEFT))
@@ -248,6 +265,17 @@ def _room(ROWS: gl.constexpr, TILE: gl.constexpr):
     return values
 
 
+@gluon.jit
+def _room_of_copies(ROWS: gl.constexpr, TILE: gl.constexpr):
+    """Two tiles under way to a group: words of four streams and of y."""
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, order=[1, 0])
+    copies = ()
+    for _ in gl.static_range(5):
+        one = gl.allocate_shared_memory(gl.int32, [2, ROWS, TILE // 2], SHARED)
+        copies = copies + (one,)  # noqa: RUF005
+    return copies
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def streams_hopper(
     streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
@@ -257,28 +285,31 @@ def streams_hopper(
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """expanded [rows, 4, WIDTH], collapsed [rows, WIDTH] and `sums` [rows, PARTS, SUMS]."""
-    gl.static_assert(GROUPS == 3)
+    gl.static_assert(GROUPS == 3 and MIXES == 24)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    coefficients = gl.allocate_shared_memory(gl.bfloat16, [4 * TILES, 64, TILE], SHARED)
+    # Of a tile and stream 48 rows, and 16 that the last product reads beyond them.
+    coefficients = gl.allocate_shared_memory(gl.bfloat16, [12 * TILES + 1, 16, TILE], SHARED)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=GROUPS)
     ours, second, third = _room(ROWS, TILE), _room(ROWS, TILE), _room(ROWS, TILE)
+    our_copies, second_copies = _room_of_copies(ROWS, TILE), _room_of_copies(ROWS, TILE)
+    third_copies = _room_of_copies(ROWS, TILE)
     gl.warp_specialize(
         [
             (_rows_in_turn, (
-                0, coefficients, ours, ready,
+                0, coefficients, ours, our_copies, ready,
                 streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
                 expanded, collapsed, sums, num_rows,
                 WIDTH, MIXES, SUMS, PARTS, ROWS, TILE, TILES, GROUPS,
             )),
             (_rows_in_turn, (
-                1, coefficients, second, ready,
+                1, coefficients, second, second_copies, ready,
                 streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
                 expanded, collapsed, sums, num_rows,
                 WIDTH, MIXES, SUMS, PARTS, ROWS, TILE, TILES, GROUPS,
             )),
             (_rows_in_turn, (
-                2, coefficients, third, ready,
+                2, coefficients, third, third_copies, ready,
                 streams, row_stride, stream_stride, y, y_stride, post, comb, pre, fn,
                 expanded, collapsed, sums, num_rows,
                 WIDTH, MIXES, SUMS, PARTS, ROWS, TILE, TILES, GROUPS,
