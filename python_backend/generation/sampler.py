@@ -106,15 +106,15 @@ class Sampler:
 
     def draw(self, logits: torch.Tensor, rows: LogitRows) -> torch.Tensor:
         slots = rows.slots
-        return sample(
-            logits,
-            self._tensor(self._temperature[slots]),
-            self._tensor(self._top_k[slots]),
-            self._tensor(self._top_p[slots]),
-            self._tensor(self._min_p[slots]),
-            self._tensor(self._seed[slots].view(np.int64)),
-            self._tensor(rows.output_index),
+        options = (
+            self._temperature[slots],
+            self._top_k[slots],
+            self._top_p[slots],
+            self._min_p[slots],
+            self._seed[slots].view(np.int64),
+            rows.output_index,
         )
+        return sample(logits, *upload(options, self._device))
 
     def _log_probs(
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: LogitRows
