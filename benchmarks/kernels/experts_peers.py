@@ -1,5 +1,5 @@
-"""Experts as others have them on Hopper: MXFP4 weights with bfloat16 rows in triton_kernels and
-Marlin, and FP8 of both in DeepGEMM. Torch compiles what lies between the products."""
+"""Experts as others have them on Hopper: MXFP4 weights with bfloat16 rows in triton_kernels, FP8 of
+both in DeepGEMM. Torch compiles what lies between the products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from plugins.moe import PackedExpertWeights
 _LIMIT, _LARGEST = 10.0, 448.0
 # From so many tokens on FP8 products win, below them the smaller weights.
 _FP8_TOKENS = 512
-_MULTIPROCESSORS = 132
 
 
 def _activated(h: torch.Tensor) -> torch.Tensor:
@@ -52,7 +51,9 @@ def combine(y: torch.Tensor, place: torch.Tensor, share: torch.Tensor) -> torch.
 
 
 class ExpertPeers:
-    """Each library's weights, packed when first asked for."""
+    """Each library's weights, packed when first asked for.
+
+    Marlin is left out: it has never been the fastest of these."""
 
     def __init__(self, peers: ModuleType, routed: PackedExpertWeights) -> None:
         self._peers, self._routed = peers, routed
@@ -63,24 +64,21 @@ class ExpertPeers:
         share = share / share.sum(-1, keepdim=True)
         if len(ids) >= _FP8_TOKENS:
             return {"deep_gemm.fp8_masked": lambda: self.deep_gemm(ids, share)}
-        return {
-            "triton_kernels.mxfp4_weight_only": lambda: self.triton_kernels(ids, share),
-            "vllm.marlin_mxfp4_weight_only": lambda: self.marlin(ids, share),
-        }
+        return {"triton_kernels.mxfp4_weight_only": lambda: self.triton_kernels(ids, share)}
 
-    def _fp4(self, name: str) -> tuple:
-        """w1 over w3, and w2, as the library's packer leaves codes and scales."""
-        if name not in self._kept:
+    def _fp4(self) -> tuple:
+        """w1 over w3, and w2, packed."""
+        if "fp4" not in self._kept:
             w1, w3, w2 = self._routed.matrices()
             pairs = [tuple(pair) for pair in zip(w1, w3, strict=True)]
-            self._kept[name] = tuple(
-                getattr(self._peers, name)(
+            self._kept["fp4"] = tuple(
+                self._peers.triton_mxfp4_pack(
                     torch.stack([torch.cat([m.codes for m in group]) for group in groups]),
                     torch.stack([torch.cat([m.scale for m in group]) for group in groups]),
                 )
                 for groups in (pairs, [(m,) for m in w2])
             )
-        return self._kept[name]
+        return self._kept["fp4"]
 
     def _fp8(self) -> tuple:
         if "fp8" not in self._kept:
@@ -100,7 +98,7 @@ class ExpertPeers:
 
     def triton_kernels(self, ids: torch.Tensor, share: torch.Tensor) -> Sequence[Call]:
         """Routing tables given; the shares are a softmax over the chosen."""
-        up, last = self._fp4("triton_mxfp4_pack")
+        up, last = self._fp4()
         scores = torch.full((len(ids), self._routed.count), -100.0, device=DEVICE)
         scores.scatter_(1, ids, share.log())
         table, gather, scatter = self._peers.triton_route(scores, ids.shape[1])
@@ -111,27 +109,6 @@ class ExpertPeers:
             return self._peers.triton_mxfp4_gemm(
                 activate(h), *last, table, scatter=scatter, gammas=table.gate_scal
             )
-
-        return [chain]
-
-    def marlin(self, ids: torch.Tensor, share: torch.Tensor) -> Sequence[Call]:
-        """Its alignment of rows to blocks is inside."""
-        (up, up_scale), (last, last_scale) = self._fp4("marlin_pack")
-        inter, width = self._routed.matrices()[0][0].shape
-        count, (tokens, chosen) = self._routed.count, ids.shape
-        picked, rows = ids.int(), tokens * chosen
-        block = self._peers.marlin_block(tokens, chosen, count)
-        space = torch.zeros(4 * _MULTIPROCESSORS, dtype=torch.int32, device=DEVICE)
-        x, h, y = inputs(tokens, width), inputs(rows, 2 * inter), inputs(rows, width)
-
-        def chain() -> torch.Tensor:
-            align = self._peers.marlin_align(picked, count, block)
-            product = self._peers.marlin_moe_gemm
-            product(x, up, up_scale, align, share, block, chosen, False, 2 * inter, width, space, h)
-            product(
-                activate(h), last, last_scale, align, share, block, 1, True, width, inter, space, y
-            )
-            return y.view(tokens, chosen, width).sum(1)
 
         return [chain]
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from plugins.mega_mhc import mega_mhc
 
 KERNELS = Path(__file__).parents[2] / "benchmarks" / "kernels"
 
@@ -126,6 +129,35 @@ def test_slots_of_the_masked_experts(load, monkeypatch: pytest.MonkeyPatch) -> N
             h = torch.nn.functional.silu(gate.clamp(max=10)) * linear.clamp(-10, 10)
             expected[token] += 0.5 * last[expert] @ h
     assert (ours.float() - expected).norm() / expected.norm() < 0.05
+
+
+def test_four_pieces_are_the_operator(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the product in three parts, as DeepGEMM leaves it, on 128 channels."""
+    monkeypatch.setattr(torch, "compile", lambda **kwargs: lambda function: function)
+    peers = ModuleType("peers")
+    peers.hc_splits = lambda rows: 3
+    cuts = (0, 100, 300, 512)
+
+    def hc_prenorm(x, fn, splits):
+        parts = [(x[:, a:b].float(), fn[:, a:b]) for a, b in pairwise(cuts)]
+        sums = torch.stack([part @ weight.T for part, weight in parts])
+        return sums, torch.stack([part.square().sum(-1) for part, _ in parts])
+
+    peers.hc_prenorm = hc_prenorm
+    torch.manual_seed(0)
+    given = {
+        "streams": torch.randn(5, 4, 128).bfloat16(), "y": torch.randn(5, 128).bfloat16(),
+        "post": 2 * torch.rand(5, 4), "comb": torch.randn(5, 4, 4).softmax(-2),
+        "pre": torch.rand(5, 4), "fn": 0.05 * torch.randn(24, 512), "base": torch.randn(24),
+        "scale": torch.rand(3), "norm": torch.rand(128).bfloat16() + 0.5,
+    }  # fmt: skip
+    streams, mix, u = load("hyper_peers").four_pieces(peers, [given])[0]()
+    sizes = {"sinkhorn_iters": 20, "hc_eps": 1e-6, "norm_eps": 1e-20}
+    expected = mega_mhc(**given, **sizes)
+    named = [(streams, expected[0]), (u, expected[2])]
+    for ours, theirs in [*named, *zip(mix, expected[1], strict=True)]:
+        assert ours.shape == theirs.shape
+        assert (ours.double() - theirs.double()).norm() / theirs.double().norm() < 5e-3
 
 
 RECORDS = [
