@@ -71,6 +71,7 @@ class PreviousCase:
 
 
 PREVIOUS_CASES = (
+    PreviousCase("no rows", (0,), (0,)),
     PreviousCase("one row at the start", (1,), (0,)),
     PreviousCase("decode rows", (1, 1, 1), (5, 1, 0)),
     PreviousCase("a chunk longer than the ring overwrites what it reads", (9,), (3,)),

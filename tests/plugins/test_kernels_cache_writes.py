@@ -265,6 +265,22 @@ def test_a_norm_beside_the_write_changes_neither(latent_width: int, dtype: torch
     torch.testing.assert_close(normed.cpu().double(), expected, rtol=rtol, atol=1e-6)
 
 
+def test_no_rows_write_nothing() -> None:
+    layout = window_record(96)
+    store = PackedRows(
+        torch.full((5, layout.bytes_per_row), 0xA5, dtype=torch.uint8, device=DEVICE), layout
+    )
+    latent, x = (torch.empty(0, n, device=DEVICE) for n in (64, 96))
+    norms = [torch.ones(n, device=DEVICE) for n in (64, 96)]
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    inv_freq = torch.ones(16, dtype=torch.float64, device=DEVICE)
+    normed = kernel.norm_and_write(
+        latent, norms[0], x, norms[1], none, inv_freq, store, none, eps=1e-6
+    )
+    assert normed.shape == (0, 64)
+    assert (store.data == 0xA5).all()
+
+
 def rotated_pieces_in_kernels(x, norm, positions, inv_freq, store, slots, *, eps) -> None:
     if norm is not None:
         x = rms_norm(x, norm, eps)

@@ -88,13 +88,13 @@ def pool() -> Callable[[], torch.Tensor]:
 
 
 def previous() -> Callable[[], torch.Tensor]:
-    operands = moved(PREVIOUS_CASES[0].operands(torch.float32))
+    operands = moved(PREVIOUS_CASES[1].operands(torch.float32))
     return lambda: load_kernel("compressor").previous_rows(**operands)
 
 
 def pooled_rows() -> Callable[[], torch.Tensor]:
-    operands = moved(PREVIOUS_CASES[0].operands(torch.float32))
-    norm = torch.ones(PREVIOUS_CASES[0].width // 2, dtype=torch.bfloat16, device="cuda")
+    operands = moved(PREVIOUS_CASES[1].operands(torch.float32))
+    norm = torch.ones(PREVIOUS_CASES[1].width // 2, dtype=torch.bfloat16, device="cuda")
     return lambda: load_kernel("compressor").pooled_rows(norm, **operands, eps=1e-6)
 
 

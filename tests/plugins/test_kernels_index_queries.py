@@ -47,6 +47,14 @@ def test_queries_are_rotated_and_rounded(
     torch.testing.assert_close(scaled.double(), weights.double() * SCALE, rtol=rtol, atol=0)
 
 
+def test_no_rows() -> None:
+    queries, weights, positions, inv_freq = given(8, 64, 16, torch.bfloat16)
+    rows = queries[:0], weights[:0], positions[:0]
+    ours, scaled = kernel.index_queries(*rows, inv_freq, index_record(64), scale=SCALE)
+    assert ours.shape == (0, 8, 64)
+    assert scaled.shape == (0, 8)
+
+
 def test_an_unknown_record_is_rounded_by_itself() -> None:
     operands = given(8, 64, 16, torch.bfloat16)
     record = index_fallback_record(64)

@@ -238,7 +238,7 @@ def test_a_row_depends_on_itself_only(rows: tuple[list[int], ...], dtype: torch.
     assert torch.equal(poisoned, whole)
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 11])
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 11])
 def test_a_pair_gives_the_bits_of_either_layer(count: int) -> None:
     """Also where the formats differ, so that no launch takes both."""
     cases = [

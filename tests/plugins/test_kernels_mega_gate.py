@@ -57,6 +57,19 @@ def gate(u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, top_k: int) 
     return kernel.mega_gate(**moved(operands), **sizes)
 
 
+def test_strided_rows_and_weights() -> None:
+    """Parts of a projection, and every other column of a wider weight."""
+    operands = moved(GateCase("strided", 5, 64, 16, 3).operands(torch.float32))
+    whole = kernel.mega_gate(**operands)
+    u = operands["u"].new_full((5, 80), torch.nan)
+    weight = operands["u"].new_full((16, 128), torch.nan)
+    strided = {"u": u[:, 8:72], "weight": weight[:, ::2]}
+    for name, part in strided.items():
+        part.copy_(operands[name])
+    for ours, expected in zip(kernel.mega_gate(**operands | strided), whole, strict=True):
+        assert torch.equal(ours, expected)
+
+
 def test_the_lower_id_wins_a_tie() -> None:
     bias = torch.tensor([0.0, 0.5, 1.0, 0.5, 0.0, 1.0, 0.5])
     routing = gate(torch.ones(3, 4), torch.zeros(7, 4), bias, 4)
