@@ -31,6 +31,7 @@ _BUDGET_MS = 120.0
 _FEWEST_SAMPLES = 50
 
 Call = Callable[[], Any]
+Timing = Callable[[], dict[str, Any]]
 Peers = Mapping[str, Callable[[], Sequence[Call]]]
 
 
@@ -46,15 +47,15 @@ class Ceilings:
         """A copy by an elementwise kernel, read and written bytes counted, and 8192³ products."""
         source = torch.randn(1 << 28, device=DEVICE)
         target = torch.empty_like(source)
-        copy = measure([lambda: torch.add(source, 1.0, out=target)])
+        copy = prepared([lambda: torch.add(source, 1.0, out=target)])()
         self.bytes_per_us = 2 * source.nbytes / copy["us_p10"]
         a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-        product = measure([lambda: a @ b])
+        product = prepared([lambda: a @ b])()
         self.bf16_per_us = 2 * 8192**3 / product["us_p10"]
         one = torch.ones((), device=DEVICE)
         a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T
         scaled = {"scale_a": one, "scale_b": one, "use_fast_accum": True}
-        product = measure([lambda: torch._scaled_mm(a, b, out_dtype=torch.bfloat16, **scaled)])
+        product = prepared([lambda: torch._scaled_mm(a, b, out_dtype=torch.bfloat16, **scaled)])()
         self.float8_per_us = 2 * 8192**3 / product["us_p10"]
 
 
@@ -106,8 +107,9 @@ def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end)
 
 
-def measure(calls: Sequence[Call]) -> dict[str, Any]:
-    """Microseconds of one call: median, 10th and 90th percentile of so many graph replays."""
+def prepared(calls: Sequence[Call]) -> Timing:
+    """Captures the calls; what comes back replays them and says the microseconds of one: median,
+    10th and 90th percentile of so many samples."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -119,40 +121,43 @@ def measure(calls: Sequence[Call]) -> dict[str, Any]:
         graph = _captured(calls)
         once = _milliseconds(graph)
     samples = int(max(_FEWEST_SAMPLES, min(100, _BUDGET_MS / once)))
-    times = sorted(_milliseconds(graph) * 1e3 / len(calls) for _ in range(samples))
-    return {
-        "us": round(times[samples // 2], 3),
-        "us_p10": round(times[samples // 10], 3),
-        "us_p90": round(times[9 * samples // 10], 3),
-        "samples": samples,
-    }
+
+    def timed() -> dict[str, Any]:
+        _milliseconds(graph)
+        times = sorted(_milliseconds(graph) * 1e3 / len(calls) for _ in range(samples))
+        return {
+            "us": round(times[samples // 2], 3),
+            "us_p10": round(times[samples // 10], 3),
+            "us_p90": round(times[9 * samples // 10], 3),
+            "samples": samples,
+        }
+
+    return timed
 
 
-def _once(calls: Sequence[Call]) -> dict[str, Any]:
-    """In place of `measure` where nothing is timed: compiles, and shows what fails."""
+def _called(calls: Sequence[Call]) -> Timing:
+    """In place of `prepared` where nothing is timed: compiles, and shows what fails."""
     calls[0]()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    return {"us": 0.0}
+    return lambda: {"us": 0.0}
 
 
-def _fastest(
-    row: Row, timed: Callable[[Sequence[Call]], dict[str, Any]]
-) -> tuple[str, float] | None:
+def _fastest(row: Row, prepare: Callable[[Sequence[Call]], Timing]) -> tuple[str, float] | None:
     """Name and microseconds of the fastest peer, measured twice. One that does not load or run
     costs a sentence, never the row."""
-    found: list[tuple[float, str, Sequence[Call]]] = []
+    found: list[tuple[float, str, Timing]] = []
     for name, make in row.peers.items():
         try:
-            calls = make()
-            found.append((timed(calls)["us"], name, calls))
+            timed = prepare(make())
+            found.append((timed()["us"], name, timed))
         except Exception as error:  # a library's own, of any kind
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"{row.op} {row.case}: {name} does not run here: {said}", file=sys.stderr)
     if not found:
         return None
-    us, name, calls = min(found, key=lambda one: one[0])
-    return name, (us + timed(calls)["us"]) / 2
+    us, name, timed = min(found, key=lambda one: one[0])
+    return name, (us + timed()["us"]) / 2
 
 
 def run(row: Row, ceilings: Ceilings, *, dry: bool) -> dict[str, Any]:
@@ -160,12 +165,13 @@ def run(row: Row, ceilings: Ceilings, *, dry: bool) -> dict[str, Any]:
     error = row.error()
     result: dict[str, Any] = {"op": row.op, "case": row.case}
     if dry:
-        _once(row.ours)
-        _fastest(row, _once)
+        _called(row.ours)
+        _fastest(row, _called)
     else:
-        first = measure(row.ours)
-        peer, peer_us = _fastest(row, measure) or (None, None)
-        second = measure(row.ours)
+        ours = prepared(row.ours)
+        first = ours()
+        peer, peer_us = _fastest(row, prepared) or (None, None)
+        second = ours()
         floor_bytes = row.bytes / ceilings.bytes_per_us
         per_us = ceilings.float8_per_us if row.unit == "float8" else ceilings.bf16_per_us
         floor_flop = row.flop / per_us
