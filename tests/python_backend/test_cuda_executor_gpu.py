@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from engine.network import Network
+from engine.config import ModelConfig
+from engine.network import Network, load_weights
 from engine.network.decoder import DecoderOutput
 from engine.network.device import moved
+from engine.network.draft import DraftOutput
+from engine.tensor_source import SafetensorsSource
 from python_backend.drafting.rule import DraftRule
-from python_backend.executor.inputs import HostStep
+from python_backend.executor.inputs import HostDraft, HostStep
 from python_backend.executor.pools import pools_of
-from tests.python_backend.test_cuda_executor import BOUNDS, Padded, answered
+from python_backend.generation.rows import LogitRows
+from python_backend.generation.sampler import Choice
+from tests.python_backend.test_cuda_executor import (
+    BOUNDS,
+    Padded,
+    answered,
+    with_calibrated_inputs,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,14 +35,48 @@ pytestmark = [
 
 
 class Strict(Padded):
-    """Fails where a forward waits for the device, once kernels have their tables there."""
+    """Fails where a step waits for the device before it reads the tokens of its rows, once kernels
+    have their tables there."""
 
     watching = False
 
     def _forward(self, step: HostStep) -> DecoderOutput:
-        torch.cuda.set_sync_debug_mode("error" if self.watching else "default")
-        try:
+        with waits_refused(self.watching):
             return super()._forward(step)
+
+    def _choose(self, logits: torch.Tensor, rows: LogitRows) -> Choice:
+        with waits_refused(self.watching) as reads:
+            choice = super()._choose(logits, rows)
+        assert len(reads) == self.watching  # all tokens at once
+        return choice
+
+    def _draft(self, draft: HostDraft, features: torch.Tensor) -> DraftOutput | None:
+        with waits_refused(self.watching):
+            return super()._draft(draft, features)
+
+
+@contextmanager
+def waits_refused(watching: bool) -> Iterator[list[torch.Size]]:
+    """Nothing may wait for the device but what reads a tensor by name, whose shapes these are."""
+    reads: list[torch.Size] = []
+    read = torch.Tensor.cpu
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        reads.append(tensor.shape)
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(tensor)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    if not watching:
+        yield reads
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", noted)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield reads
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -40,20 +86,20 @@ class Strict(Padded):
 def test_graphs_give_the_bits_of_single_launches(
     network_of: Callable[[torch.dtype], Network], dtype: torch.dtype, draft: DraftRule | None
 ) -> None:
-    """The first run captures on demand what start-up did not; the second only replays."""
+    """The first runs capture on demand what start-up did not; the last only replays."""
     given = network_of(dtype)
     network = Network(given.config, moved(given.weights, "cuda"))
     bounds = replace(BOUNDS, draft=draft)
     pools = [pools_of(network.config, bounds, network.dtype, "cuda") for _ in range(2)]
     single = Strict(network, pools[0], bounds, graphs=False)
-    graphs = Padded(network, pools[1], bounds)
+    graphs = Strict(network, pools[1], bounds)
     for shape in graphs.shapes_at_start():
         graphs.capture(shape)
     captured = graphs.num_graphs
     assert not pools[1].global_pages.any()  # capturing writes nothing
     assert not pools[1].window_pages.any()
-    for attempt in range(3):
-        single.watching = attempt > 0
+    for attempt in range(4):
+        single.watching, graphs.watching = attempt > 0, attempt > 2
         expected, expected_logits = answered(single, bounds)
         outputs, logits = answered(graphs, bounds)
         assert outputs == expected
@@ -62,3 +108,58 @@ def test_graphs_give_the_bits_of_single_launches(
         for name in ("global_pages", "window_pages", "tails"):
             assert torch.equal(getattr(pools[0], name), getattr(pools[1], name)), name
     assert graphs.num_graphs > captured  # prefill's, by use
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["launches", "graphs"])
+@pytest.mark.parametrize("packed", [False, True], ids=["values", "packed"])
+def test_engram_tables_on_the_host_give_the_bits_of_tables_on_the_device(
+    tiny_config: ModelConfig,
+    tiny_dir: Path,
+    golden_of: Callable[[bool], dict[str, torch.Tensor]],
+    packed: bool,
+    graphs: bool,
+) -> None:
+    """Read from pinned memory by the kernels, inside a graph too, with drafts."""
+    classes = golden_of(True)["token_class"].numpy()
+    weights = load_weights(
+        tiny_config, SafetensorsSource(tiny_dir), classes, torch.bfloat16, packed=packed
+    )
+    bounds = replace(BOUNDS, draft=DraftRule(most=3, min_survival=0.0))
+    answers = []
+    for on_host in (False, True):
+        network = Network(tiny_config, moved(weights, "cuda", engram_on_host=on_host))
+        tables = [one.engram.table for one in network.weights.layers if one.engram is not None]
+        memories = [table.data if packed else table.values for table in tables]
+        assert memories
+        assert all(memory.is_cuda != on_host for memory in memories)
+        assert all(memory.is_pinned() == on_host for memory in memories)
+        pools = pools_of(tiny_config, bounds, torch.bfloat16, "cuda")
+        executor = Padded(network, pools, bounds, graphs=graphs, capture_after=0)
+        outputs, logits = answered(executor, bounds)
+        assert (executor.num_graphs > 0) == graphs
+        answers.append((outputs, logits, pools))
+    (expected, expected_logits, device_pools), (ours, ours_logits, host_pools) = answers
+    assert ours == expected
+    for one, other in zip(ours_logits, expected_logits, strict=True):
+        assert torch.equal(one, other)
+    for name in ("global_pages", "window_pages", "tails"):
+        assert torch.equal(getattr(host_pools, name), getattr(device_pools, name)), name
+
+
+def test_calibrated_inputs_are_served_without_graphs(
+    network_of: Callable[[torch.dtype], Network],
+) -> None:
+    """Where graphs are on, too: to the logits of the references, but for the order of sums."""
+    network = with_calibrated_inputs(network_of(torch.float32))
+    answers = []
+    for device in ("cpu", "cuda"):
+        weights = network.weights if device == "cpu" else moved(network.weights, "cuda")
+        pools = pools_of(network.config, BOUNDS, network.dtype, device)
+        on_device = Network(network.config, weights)
+        executor = Padded(on_device, pools, BOUNDS, graphs=device == "cuda", device=device)
+        answers.append(answered(executor, BOUNDS))
+        assert executor.num_graphs == 0
+    (expected, expected_logits), (ours, logits) = answers
+    assert ours == expected
+    for one, other in zip(logits, expected_logits, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-3, atol=1e-3)
