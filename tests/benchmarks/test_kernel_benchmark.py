@@ -74,6 +74,16 @@ def test_a_dry_row_says_what_was_compared(load) -> None:
     assert result == {"op": "op", "case": "case", "error": 0.0, "correct": True, "compared": 3}
 
 
+def test_a_row_is_compared_in_poisoned_memory(load) -> None:
+    harness = load("harness")
+    given = row(harness)
+    given.error = lambda: float(
+        torch.empty(2).isnan().sum() + (torch.empty(3, dtype=torch.int64) == 2**63 - 1).sum()
+    )
+    assert harness.run(given, harness.Ceilings(), dry=True)["error"] == 5
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_few_tokens_choose_as_many_experts_as_the_target_assumes(
     load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
