@@ -277,6 +277,21 @@ def test_a_poisoned_row_poisons_no_other_and_unchosen_experts_are_not_read() -> 
     assert torch.equal(ours[[0, 2]], whole[[0, 2]])
 
 
+def test_experts_with_calibrated_inputs_are_recorded_as_no_launch() -> None:
+    """Over meta tensors, by which an engine's kernels are found, the reference cannot run."""
+    operands = MoeCase("calibrated", 3, 32, 32, 4, 2).operands(torch.bfloat16)
+    for name in ("routed", "shared"):
+        of = operands[name]
+        weights = (x.to("meta") for x in (of.w1, of.w3, of.w2))
+        scale = torch.ones(of.count, 2, device="meta")
+        operands[name] = ExpertWeights(*weights, quantized_input=True, input_scale=scale)
+    for name in ("u", "ids", "weights"):
+        operands[name] = operands[name].to("meta")
+    ours = moe(**operands)
+    assert ours.is_meta
+    assert (ours.shape, ours.dtype) == ((3, 32), torch.bfloat16)
+
+
 def test_mixed_formats_and_float64_run_the_reference() -> None:
     of = experts(2, 64, 64, "fp8", torch.bfloat16)
     w1, w3, w2 = of.matrices()
