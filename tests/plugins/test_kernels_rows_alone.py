@@ -14,7 +14,7 @@ import pytest
 import torch
 from kernel_oracle import DEVICE, load_kernel, moved
 
-from plugins.compressor.cases import PoolCase
+from plugins.compressor.cases import PoolCase, PreviousCase
 from plugins.engram.cases import InjectCase
 from plugins.formats.records import index_record
 from plugins.linear import PackedFormat
@@ -64,6 +64,16 @@ def pool_pairs(dtype: torch.dtype, width: int) -> Run:
     return lambda rows: (run(given["a"][rows], given["b"][rows]),)
 
 
+def pooled_rows(dtype: torch.dtype, width: int) -> Run:
+    """Rows of requests of their own, each behind one in the tail."""
+    case = PreviousCase("", (1,) * COUNT, (5,) * COUNT, 2 * width)
+    given = moved(case.operands(torch.float32))
+    norm = torch.linspace(-1, 2, width).to(DEVICE, dtype)
+    run = load_kernel("compressor").pooled_rows
+    names = ("current", "request", "is_first", "write_slots")
+    return lambda rows: (run(norm, **given | {n: given[n][rows] for n in names}, eps=1e-6),)
+
+
 def index_queries(dtype: torch.dtype, width: int) -> Run:
     draw = torch.Generator().manual_seed(width)
     queries = torch.randn(COUNT, 8, width, generator=draw).to(DEVICE, dtype)
@@ -84,6 +94,7 @@ def index_queries(dtype: torch.dtype, width: int) -> Run:
         (rope, (64, 512)),
         (engram_gate, (128, 5120)),
         (pool_pairs, (64, 512)),
+        (pooled_rows, (64, 512)),
         (index_queries, (32, 128)),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
