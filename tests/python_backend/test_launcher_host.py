@@ -191,3 +191,12 @@ def test_search_paths_of_the_operator_come_last(monkeypatch: pytest.MonkeyPatch)
     assert environment["LD_LIBRARY_PATH"].endswith(":/an/operators")
     assert environment["PYTHONPATH"] == str(Path(__file__).resolve().parents[2])
     assert environment["PATH"].startswith(f"{Path(sys.executable).parent}:")
+
+
+def test_the_allocators_limits_stand_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc's DEFAULT_MMAP_THRESHOLD_MAX on 64 bits, and twice that. An operator's own win."""
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    environment = ServerFiles.find().environment()
+    assert environment["MALLOC_MMAP_THRESHOLD_"] == "33554432"
+    assert environment["MALLOC_TRIM_THRESHOLD_"] == "1000000"
