@@ -30,22 +30,22 @@ def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (grouped / step.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn), step
 
 
-@torch.compile(dynamic=True)
+@torch.compile(dynamic=False)
 def activate(h: torch.Tensor) -> torch.Tensor:
     return _activated(h).bfloat16()
 
 
-@torch.compile(dynamic=True)
+@torch.compile(dynamic=False)
 def activate_rounded(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _rounded(_activated(h))
 
 
-@torch.compile(dynamic=True)
+@torch.compile(dynamic=False)
 def gather_rounded(x: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _rounded(x[token].float())
 
 
-@torch.compile(dynamic=True)
+@torch.compile(dynamic=False)
 def combine(y: torch.Tensor, place: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     return (y[place].float() * share.unsqueeze(-1)).sum(1).bfloat16()
 

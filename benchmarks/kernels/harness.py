@@ -29,8 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _COLD_BYTES = 120e6  # twice the L2 cache of an H200
 _MOST_SETS = 512
 _SHORTEST_GRAPH_MS = 0.3
-_BUDGET_MS = 120.0
-_FEWEST_SAMPLES = 50
+_SAMPLES = 50
 
 Call = Callable[[], Any]
 Timing = Callable[[], dict[str, Any]]
@@ -111,7 +110,7 @@ def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 def prepared(calls: Sequence[Call]) -> Timing:
     """Captures the calls; what comes back replays them and says the microseconds of one: median,
-    10th and 90th percentile of so many samples."""
+    10th and 90th percentile of the samples."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -121,17 +120,15 @@ def prepared(calls: Sequence[Call]) -> Timing:
     if once < _SHORTEST_GRAPH_MS:
         calls = [*calls] * int(-(-_SHORTEST_GRAPH_MS // once))
         graph = _captured(calls)
-        once = _milliseconds(graph)
-    samples = int(max(_FEWEST_SAMPLES, min(100, _BUDGET_MS / once)))
 
     def timed() -> dict[str, Any]:
         _milliseconds(graph)
-        times = sorted(_milliseconds(graph) * 1e3 / len(calls) for _ in range(samples))
+        times = sorted(_milliseconds(graph) * 1e3 / len(calls) for _ in range(_SAMPLES))
         return {
-            "us": round(times[samples // 2], 3),
-            "us_p10": round(times[samples // 10], 3),
-            "us_p90": round(times[9 * samples // 10], 3),
-            "samples": samples,
+            "us": round(times[_SAMPLES // 2], 3),
+            "us_p10": round(times[_SAMPLES // 10], 3),
+            "us_p90": round(times[9 * _SAMPLES // 10], 3),
+            "samples": _SAMPLES,
         }
 
     return timed

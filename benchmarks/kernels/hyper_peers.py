@@ -15,7 +15,7 @@ from harness import Call
 STREAMS, _EPS, _ROUNDS = 4, 1e-6, 20
 
 
-@torch.compile(dynamic=True)
+@torch.compile(dynamic=False)
 def _expand(
     y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
@@ -26,7 +26,7 @@ def _expand(
     return new.bfloat16()
 
 
-@torch.compile(dynamic=True)
+@torch.compile(dynamic=False)
 def _collapse(x: torch.Tensor, pre: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     u = (pre.unsqueeze(-1) * x.float()).sum(1).bfloat16().float()
     return (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-20) * norm).bfloat16()
