@@ -20,6 +20,6 @@ MEGA_GATE = OperatorSchema(
     attributes=("top_k", "route_scale", "gate_temp"),
     ties="of equal biased scores the lower expert id wins",
     deterministic="a row depends on its own input only; fixed row tiles on the CPU; on a GPU the "
-    "order of its sums also on the number of rows from 512 on",
+    "order of its sums also on the number of rows: one, fewer than 512, or each from there on",
     source="technical report, DeepSeekMoE with auxiliary-loss-free balancing (arXiv 2408.15664)",
 )
