@@ -21,6 +21,7 @@ from plugins.device.numbers import mxfp8_round
 from plugins.device.overlap import after_previous, overlaps
 from plugins.device.weights import DeviceWeight, device_weight, load_weight
 from plugins.linear.kernel_few import few_products, takes_few
+from plugins.linear.kernel_long import long_product, takes_long
 from plugins.linear.kernel_planes import planes_of, product_planes, spread_rows
 from plugins.linear.kernel_row import row_products, takes_row
 from plugins.linear.kernel_split import split_product
@@ -220,6 +221,8 @@ def product(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: i
     For fewer rows than DECODED_ROWS. The sum over K may be cut into parts that another launch adds
     up, first to last.
     """
+    if takes_long(x, kept, weight, groups):
+        return long_product(x, weight)
     if takes_few(x, kept, weight, groups):
         return few_products(x, (weight,), groups)[0]
     rows, inner, outputs = x.shape[0], weight.shape[1], weight.shape[0] // groups

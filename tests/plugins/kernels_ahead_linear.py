@@ -10,6 +10,7 @@ import triton.language as tl
 from plugins.device.launch import Limits
 from plugins.linear import kernel as linear
 from plugins.linear import kernel_few as few
+from plugins.linear import kernel_long as long
 from plugins.linear import kernel_planes as planes
 from plugins.linear import kernel_row as row
 from plugins.linear import kernel_split as split
@@ -72,6 +73,10 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             "linear decode", linear._decode, LINEAR,
             {"STORED": 0, "WORDS": True, "EVEN": True, "ROWS": 32, "COLUMNS": 256,
              "FLOAT8": device.float8}, 4,
+        ),
+        (
+            "linear long row", long.linear_long, LINEAR,
+            {"K": long.INPUTS, "OUTPUTS": long.OUTPUTS, "BYTES": long.BYTES}, long.WARPS,
         ),
         (
             "linear row of values", row.linear_row,

@@ -1,4 +1,4 @@
-"""One row times weights kept as values, against products in float64."""
+"""One row times weights kept as values, and a long one times codes, against products in float64."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import importlib
 
 import pytest
 import torch
-from kernel_oracle import DEVICE, load_kernel
+from kernel_oracle import DEVICE, load_kernel, moved_weight
 
-from plugins.linear import LinearWeight
+from plugins.formats import mxfp8
+from plugins.linear import LinearWeight, PackedFormat
+from plugins.linear.cases import packed_weight
 
 kernel = load_kernel("linear")
 kernel_row = importlib.import_module("plugins.linear.kernel_row")
@@ -81,3 +83,24 @@ def test_wide_layers_of_float32() -> None:
     ours = kernel.wide_linear(x, weight)
     assert ours.dtype == torch.float32
     assert relative(ours, x.double() @ weight.value.double().T) < 1e-5
+
+
+def test_a_long_row() -> None:
+    """On compute capability 9.0 by kernel_long.py, which no other device runs."""
+    on_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    outputs, inner = 5120 if on_hopper else 64, 8192
+    draw = torch.Generator().manual_seed(inner)
+    values = torch.randn(outputs, inner, generator=draw)
+    values *= 2.0 ** -torch.randint(9, (outputs, 1), generator=draw)
+    kept = packed_weight(values, PackedFormat.FP8_BLOCKS, torch.bfloat16)
+    weight = moved_weight(kept)
+    x = torch.randn(1, inner, generator=draw)
+    x = (x * 10.0 ** torch.randint(-3, 3, x.shape, generator=draw)).to(torch.bfloat16)
+    stored = kernel.packed_weight(weight)
+    assert kernel.takes_long(x.to(DEVICE), weight, stored, 1) == on_hopper
+    ours = kernel.linear(x.to(DEVICE), weight)
+    expected = mxfp8.ACTIVATION.round(x.double()) @ kept.value.double().T
+    assert ours.dtype == torch.bfloat16
+    assert relative(ours.cpu(), expected) < TOLERANCE[torch.bfloat16]
+    x[0, inner - 1] = torch.nan
+    assert kernel.linear(x.to(DEVICE), weight).isnan().all()

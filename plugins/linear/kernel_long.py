@@ -1,0 +1,101 @@
+"""E4M3 weights in blocks times one long bfloat16 row, on Hopper, in Gluon; docs/kernels/linear.md
+says why in this way.
+
+A program has a few outputs and all of their inputs, whose codes are on their way to registers
+before the launch ahead has ended. Products are exact, and added in float32.
+"""
+
+# Functions in the Triton language have no types that mypy could check.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment"
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from plugins.device.launch import limits, unit_stride
+from plugins.device.overlap_gluon import let_next_begin, wait
+from plugins.device.weights import FP8_BLOCKS, DeviceWeight
+from plugins.linear.weight import LinearWeight
+
+# Of the model's layers only the longest gains by it.
+INPUTS = 8192
+# Of a program: outputs, all of one block, and warps; bytes that a thread reads at a time.
+OUTPUTS, WARPS, BYTES = 4, 4, 16
+
+
+@gluon.jit
+def _power(byte):
+    """2^(byte − 127) in float32; NaN for byte 255."""
+    bits = gl.maximum(byte << 23, 0x00400000)
+    return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _rounded(value):
+    """value [1, B, 32] as E4M3 codes in float32, and the scales [1, B] of 32 of them."""
+    bits = value.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = gl.maximum(gl.max(bits, axis=2), 0x38D1B717)
+    exponent = amax >> 23
+    byte = exponent - 8 + ((amax & 0x7FFFFF) > 0x600000).to(gl.int32)
+    byte = gl.where(exponent == 255, 255, byte)
+    inverse = ((254 - gl.minimum(byte, 253)) << 23).to(gl.float32, bitcast=True)
+    codes = (value * inverse[:, :, None]).to(gl.float8e4nv).to(gl.float32)
+    return codes, _power(byte)
+
+
+@gluon.jit
+def linear_long(
+    x, codes, scale, y, K: gl.constexpr, OUTPUTS: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """OUTPUTS from all K inputs of one row, which is rounded to MXFP8 here."""
+    BLOCKS: gl.constexpr = BYTES * gl.num_warps()  # of 32 inputs, of a step
+    STEPS: gl.constexpr = K // 32 // BLOCKS
+    TILE: gl.constexpr = gl.BlockedLayout(
+        [1, 1, BYTES], [1, BYTES, 32 // BYTES], [1, gl.num_warps(), 1], [2, 1, 0]
+    )
+    let_next_begin()
+    first = gl.program_id(0) * OUTPUTS
+    output = first + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, TILE)))
+    block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, TILE)))
+    byte = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, TILE)))
+    column = 32 * block[None, :, None] + byte[None, None, :]
+    at = codes.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
+    at = at + (output.to(gl.int64) * K)[:, None, None] + column
+    scale_at = scale + first // 32 * (K // 32) + block
+    kept, scales = (), ()
+    for i in gl.static_range(STEPS):
+        kept += (gl.load(at + i * 32 * BLOCKS),)
+        scales += (gl.load(scale_at + i * BLOCKS),)
+    wait()
+    total = gl.zeros([OUTPUTS, BLOCKS, 32], gl.float32, TILE)
+    for i in gl.static_range(STEPS):
+        value, of_row = _rounded(gl.load(x + column + i * 32 * BLOCKS).to(gl.float32))
+        # All outputs are of one block of the weight, so that its scales can join the row.
+        factor = _power(scales[i].to(gl.int32))[None, :] * of_row
+        total += kept[i].to(gl.float32) * (value * factor[:, :, None])
+    sums = gl.sum(gl.sum(total, axis=2), axis=1)
+    gl.store(y + output, sums.to(y.dtype.element_ty))
+
+
+def takes_long(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: int) -> bool:
+    """Whether linear_long multiplies x [T, K] with `weight` [N, K], the form of `kept` on the
+    device."""
+    outputs, inner = weight.shape
+    rounds = kept.quantized_input and kept.input_scale is None
+    whole = inner == INPUTS and outputs % OUTPUTS == 0 and groups == 1
+    ours = weight.stored == FP8_BLOCKS.value and rounds and whole
+    one = x.shape[0] == 1 and x.dtype == torch.bfloat16
+    return ours and one and limits(x.device).warp_groups
+
+
+def long_product(x: torch.Tensor, weight: DeviceWeight) -> torch.Tensor:
+    """x [1, K], rounded to MXFP8, times `weight` [N, K]: [1, N]."""
+    x, (outputs, inner) = unit_stride(x), weight.shape
+    y = x.new_empty((1, outputs))
+    linear_long[(outputs // OUTPUTS,)](
+        x, weight.codes, weight.scale, y, inner, OUTPUTS, BYTES,
+        num_warps=WARPS, launch_pdl=True,
+    )  # fmt: skip
+    return y
