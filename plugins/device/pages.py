@@ -9,14 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
+from plugins.device.overlap import after_previous, overlaps
+
 _TILE = 512
 
 
 @triton.jit
 def _page_slots(
     table, table_stride, columns, request, positions, slots, numel, width,
-    ROWS: tl.constexpr, RING: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, RING: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     there = at < numel
     owner = tl.load(request + at // width, mask=there, other=0)
@@ -32,8 +35,10 @@ def _page_slots(
 
 @triton.jit(do_not_specialize=["columns", "width"])
 def _first_slots(
-    table, table_stride, columns, first, width, ROWS: tl.constexpr, TILE: tl.constexpr
-):
+    table, table_stride, columns, first, width, ROWS: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    after_previous(OVERLAP)
     request = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     page = tl.load(table + request * table_stride + column, mask=column < columns, other=0)
@@ -42,7 +47,11 @@ def _first_slots(
 
 
 @triton.jit(do_not_specialize=["numel"])
-def _tail_slots(slots, request, positions, tail, numel, CAPACITY: tl.constexpr, TILE: tl.constexpr):
+def _tail_slots(
+    slots, request, positions, tail, numel, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    after_previous(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     there = at < numel
     owner = tl.load(request + at, mask=there, other=0)
@@ -57,9 +66,11 @@ def first_slots(table: torch.Tensor, rows_per_page: int, width: int) -> torch.Te
     page 0 and beyond the table's columns."""
     first = table.new_empty((table.shape[0], width), dtype=torch.int64)
     if first.numel():
+        overlap = overlaps(table.device)
         _first_slots[(table.shape[0], triton.cdiv(width, _TILE))](
-            table, table.stride(0), table.shape[1], first, width, rows_per_page, _TILE, num_warps=4
-        )
+            table, table.stride(0), table.shape[1], first, width, rows_per_page, _TILE, overlap,
+            num_warps=4, launch_pdl=overlap,
+        )  # fmt: skip
     return first
 
 
@@ -71,9 +82,11 @@ def tail_slots(
     made = torch.empty_like(position)
     numel = position.numel()
     if numel:
+        overlap = overlaps(slots.device)
         _tail_slots[(triton.cdiv(numel, _TILE),)](
-            slots, request, position, made, numel, capacity, _TILE, num_warps=4
-        )
+            slots, request, position, made, numel, capacity, _TILE, overlap,
+            num_warps=4, launch_pdl=overlap,
+        )  # fmt: skip
     return made
 
 
@@ -94,8 +107,10 @@ def page_slots(
     slots = torch.empty_like(position)
     numel = position.numel()
     if numel:
+        overlap = overlaps(table.device)
         _page_slots[(triton.cdiv(numel, _TILE),)](
             table, table.stride(0), table.shape[1], request.contiguous(), position, slots,
-            numel, numel // position.shape[0], rows_per_page, ring, _TILE, num_warps=4,
+            numel, numel // position.shape[0], rows_per_page, ring, _TILE, overlap, num_warps=4,
+            launch_pdl=overlap,
         )  # fmt: skip
     return slots

@@ -126,8 +126,11 @@ def row_kernels() -> Kernels:
     return [
         ("window numbers", row_numbers._window_numbers, rows, window, 1),
         ("entry numbers", row_numbers._entry_numbers, rows, {**both, "TILE": 128}, 4),
-        ("first slots", pages._first_slots, rows, {"ROWS": 128, "TILE": 512}, 4),
-        ("tail slots", pages._tail_slots, rows, {"CAPACITY": 8, "TILE": 512}, 4),
+        ("first slots", pages._first_slots, rows, {"ROWS": 128, "TILE": 512, "OVERLAP": True}, 4),
+        (
+            "tail slots", pages._tail_slots, rows,
+            {"CAPACITY": 8, "TILE": 512, "OVERLAP": True}, 4,
+        ),
         ("queries", index_queries._index_queries, queries, turned, 4),
         ("best of parts", markov._best_of_parts, choice, {"PART": 2048, "OVERLAP": True}, 4),
         (
@@ -230,7 +233,8 @@ def kernels(device: Limits) -> Kernels:
         (
             "pages", pages._page_slots,
             {**WRITE, "table": "*i32", "table_stride": STRIDE, "columns": "i32", "numel": "i32",
-             "positions": "*i64", "width": "i32"}, {"ROWS": 128, "RING": True, "TILE": 512}, 4,
+             "positions": "*i64", "width": "i32"},
+            {"ROWS": 128, "RING": True, "TILE": 512, "OVERLAP": device.float8}, 4,
         ),
         *row_kernels(),
         ("pool", compressor._pool_pairs, WRITE, {"WIDTH": 512, "TILE": 512}, 4),
