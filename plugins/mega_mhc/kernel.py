@@ -27,8 +27,6 @@ from plugins.registry import OPERATORS
 PART_CHANNELS = 320
 # Up to this many rows every tile of a row is a program of its own.
 _SPREAD_ROWS = 256
-# From more rows than that on a lane finishes a row's mix.
-_LANE_ROWS = 2048
 _FINISH_WARPS = 4
 _NORM_TILE = 1024
 _STACK_TILE = 1024
@@ -56,9 +54,9 @@ def launch(rows: int, *, wide: bool) -> Launch:
 
 
 def finish_rows(rows: int) -> int:
-    """Rows of a program that finishes mixes: four warps have one of the fewest; then a warp has
-    one; of many rows a lane has one."""
-    return 1 if rows <= 3 else _FINISH_WARPS if rows <= _LANE_ROWS else 32
+    """Rows of a program that finishes mixes: four warps have one of the fewest, else a warp has
+    one."""
+    return 1 if rows <= 3 else _FINISH_WARPS
 
 
 class _Pass:
@@ -160,7 +158,7 @@ class _Pass:
         finish[(programs,)](
             self.sums, base, scale, *mix, _given(collapsed, base), _given(norm, base), rows,
             sinkhorn_iters, hc_eps, norm_eps, self.width, s, self.num_sums, self.parts,
-            self.per_part, of_program, of_program > _FINISH_WARPS,
+            self.per_part, of_program, collapsed is not None,
             min(_NORM_TILE, padded(self.width)), self.overlap, not INTERPRETED,
             num_warps=_FINISH_WARPS, launch_pdl=self.overlap, enable_fp_fusion=False,
         )  # fmt: skip

@@ -113,13 +113,11 @@ def _add_parts(at, there, first, PARTS: tl.constexpr, PER: tl.constexpr, SUMS: t
 def _mix_rows(
     program, sums, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
     norm_eps, WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr,
-    PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
-    NATIVE: tl.constexpr,
+    PER: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The mix of ROWS rows, or of one row by four warps, of which each adds up a quarter of the
     parts. A sum is a lane; for Sinkhorn, a chain of short steps in which lanes that asked each
-    other would wait, all S · S cells of a row are either in every lane or, with COLUMNS, in one
-    lane, where its logits arrive through `sums`."""
+    other would wait, all S · S cells of a row are in every lane."""
     MIXES: tl.constexpr = S * (2 + S)
     QUARTER: tl.constexpr = (PARTS + 3) // 4
     HIGH: tl.constexpr = ROWS if ROWS > 1 else 4
@@ -155,25 +153,14 @@ def _mix_rows(
     is_post = (place >= S) & (place < 2 * S)
     tl.store(post + row * S + place - S, 2.0 * gate, mask=is_row & is_post)
     of_cells = ()
-    if COLUMNS:
-        tl.store(at, logits, mask=there)
-        tl.debug_barrier()
-        lane = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        for cell in tl.static_range(S * S):
-            of_cell = sums + lane * (PARTS * PER * SUMS) + 2 * S + cell
-            of_cells = of_cells + (tl.load(of_cell, mask=lane < num_rows, other=0.0),)  # noqa: RUF005
-        cells = _sinkhorn(of_cells, sinkhorn_iters, hc_eps, S, NATIVE)
-        for cell in tl.static_range(S * S):
-            tl.store(comb + lane * (S * S) + cell, cells[cell], mask=lane < num_rows)
-    else:
-        for cell in tl.static_range(S * S):
-            of_cells = of_cells + (_everywhere(logits, 2 * S + cell),)  # noqa: RUF005
-        cells = _sinkhorn(of_cells, sinkhorn_iters, hc_eps, S, NATIVE)
-        grid = tl.zeros((HIGH, SUMS), tl.float32)
-        for cell in tl.static_range(S * S):
-            grid = tl.where(place == 2 * S + cell, cells[cell], grid)
-        at = comb + row * (S * S) + place - 2 * S
-        tl.store(at, grid, mask=is_row & (place >= 2 * S) & (place < MIXES))
+    for cell in tl.static_range(S * S):
+        of_cells = of_cells + (_everywhere(logits, 2 * S + cell),)  # noqa: RUF005
+    cells = _sinkhorn(of_cells, sinkhorn_iters, hc_eps, S, NATIVE)
+    grid = tl.zeros((HIGH, SUMS), tl.float32)
+    for cell in tl.static_range(S * S):
+        grid = tl.where(place == 2 * S + cell, cells[cell], grid)
+    at = comb + row * (S * S) + place - 2 * S
+    tl.store(at, grid, mask=is_row & (place >= 2 * S) & (place < MIXES))
 
 
 @triton.jit
@@ -206,19 +193,21 @@ def _normalise_row(
 def finish(
     sums, base, scale, pre, post, comb, collapsed, weight, num_rows, sinkhorn_iters, hc_eps,
     norm_eps, WIDTH: tl.constexpr, S: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr,
-    PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    PER: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr,
     OVERLAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """From `sums` [rows, PARTS · PER, SUMS], PER to a part, the mix: by programs of ROWS rows each.
-    By others, where they are, one row of `collapsed` normalised where it lies. Weights are loaded
-    before the pass has ended."""
-    program, mixing = tl.program_id(0), tl.cdiv(num_rows, ROWS)
-    if program < mixing:
+    With NORM each has ROWS more behind it, of which each normalises one row of `collapsed` where it
+    lies: one kind waits while the other uses memory. Weights are loaded before the pass has ended.
+    """
+    EACH: tl.constexpr = ROWS + 1 if NORM else 1
+    program, kind = tl.program_id(0) // EACH, tl.program_id(0) % EACH
+    if kind == 0:
         _mix_rows(
             program, sums, base, scale, pre, post, comb, num_rows, sinkhorn_iters, hc_eps,
-            norm_eps, WIDTH, S, SUMS, PARTS, PER, ROWS, COLUMNS, OVERLAP, NATIVE,
+            norm_eps, WIDTH, S, SUMS, PARTS, PER, ROWS, OVERLAP, NATIVE,
         )  # fmt: skip
     else:
         # The last rows first: they are still in the L2 cache.
-        row = num_rows - 1 - (program - mixing)
+        row = num_rows - program * ROWS - kind
         _normalise_row(row, collapsed, weight, norm_eps, WIDTH, TILE, OVERLAP)

@@ -165,10 +165,10 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
                 f"finish of {rows} rows", finish, MHC,
                 {
                     **STREAMS, "PARTS": 16, "PER": per, "ROWS": mhc.finish_rows(rows),
-                    "COLUMNS": rows > 2048, "TILE": 1024, "OVERLAP": True, "NATIVE": True,
+                    "NORM": True, "TILE": 1024, "OVERLAP": True, "NATIVE": True,
                 }, 4,
             )
-            for rows, per in ((1, 5), (1024, 1), (8192, 1))
+            for rows, per in ((1, 5), (1024, 1))
         ),
         ("norm", norm._rms_norm, ROWS, {"WIDTH": 5120, "PADDED": 8192, "OVERLAP": True}, 8),
         (

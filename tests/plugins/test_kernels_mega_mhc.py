@@ -90,7 +90,6 @@ def test_many_rows_are_each_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that programs take in turn, the last ones in a block that is not full; on Hopper the
     other kernel's. The interpreter multiplies other shapes in another order."""
     monkeypatch.setattr(kernel, "_SPREAD_ROWS", 32)
-    monkeypatch.setattr(kernel, "_LANE_ROWS", 32)
     count, width = (70, 640) if DEVICE == "cpu" else (600, 5120)
     case = MhcCase("many", count, 4, width)
     operands = moved(case.operands(torch.bfloat16))
