@@ -5,9 +5,10 @@
 
 benchmarks/forward/cases.py has the grammar. One JSON object a case: `gpu_ms` is the replay of the
 whole step as one CUDA graph, `launched_ms` the same step launched one by one, `served_ms` as it is
-served, with graphs of its sizes; a CPU has `served_ms` alone. `floor_ms` is `bytes` at the speed of
-a copy. Contexts of several requests that decode are jittered by up to half, their mean kept, and
-rows choose the experts in turn, unless told otherwise; caches are full of random rows.
+served, with graphs of its sizes, and `host_ms` of it until the host has queued all; a CPU has
+`served_ms` alone. `floor_ms` is `bytes` at the speed of a copy. Contexts of several requests that
+decode are jittered by up to half, their mean kept, and rows choose the experts in turn, unless told
+otherwise; caches are full of random rows. Kernels are profiled when all cases have been timed.
 
 With --experts-per-rank the model is one of the ranks that share the experts: so many of them, of
 which each row chooses as many as it does of all. Nothing is sent between ranks.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def measure(
     graphs: bool,
     in_turn: bool = False,
 ) -> dict[str, Any]:
-    """One row of the result; in_turn: rows choose their experts so."""
+    """The times of one row; in_turn: rows choose their experts so. Where `launched` has run before,
+    in this process, they are those of a profiled program."""
     plan = step_of(case, limits)
     if device == "cpu":
         step = Step(TorchExecutor(network, pools), plan)
@@ -127,10 +129,9 @@ def measure(
         if graphs:
             served = Step(CudaExecutor(network, pools, limits, capture_after=0), plan)
             timed["served_ms"] = round(served.served_ms(), 4)
+            timed["host_ms"] = round(served.host_ms(), 4)
             equal = torch.equal(served.forward().logits, expected)
             timed["served_equals_launched"] = equal
-        found = launches(step.forward)
-        shown = sorted(found.items(), key=lambda item: -item[1][1])[:_SHOWN_KERNELS]
         graph, output = step.captured()
         ms, spread = gpu_ms(graph)
         if warning := spread_warning(case, spread):
@@ -139,8 +140,6 @@ def measure(
             "gpu_ms": round(ms, 4),
             "spread": round(spread, 4),
             "error": float(f"{relative_rms(output.logits, expected):.3e}"),
-            "launches": sum(count for count, _ in found.values()),
-            "kernels": {name[:60]: [count, round(us, 1)] for name, (count, us) in shown},
             "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
         }
     rows, decoder_rows = len(step.host.rows.tokens), len(step.host.rows.decoder_rows)
@@ -155,6 +154,18 @@ def measure(
         **timed,
         "bytes": moved,
         "floor_ms": round(moved / COPY_BYTES_PER_MS, 4),
+    }
+
+
+def launched(case: Case, network: Network, pools: CachePools, limits: CoreLimits) -> dict[str, Any]:
+    """What a row's step launches on a GPU, and the microseconds of the longest kernels."""
+    step = Step(CudaExecutor(network, pools, limits, graphs=False), step_of(case, limits))
+    step.forward()
+    found = launches(step.forward)
+    shown = sorted(found.items(), key=lambda item: -item[1][1])[:_SHOWN_KERNELS]
+    return {
+        "launches": sum(count for count, _ in found.values()),
+        "kernels": {name[:60]: [count, round(us, 1)] for name, (count, us) in shown},
     }
 
 
@@ -206,19 +217,29 @@ def main() -> int:
         "routing": "balanced" if turns else "real",
         "device": args.device if args.device == "cpu" else torch.cuda.get_device_name(),
     }
-    for case in cases:
+
+    def routing() -> AbstractContextManager[None]:
         # A graph's rows may be padded to twice the step's.
-        routing = balanced(network, 2 * limits.max_num_tokens) if turns else nullcontext()
-        with routing:
-            made = measure(
-                case,
-                network,
-                pools,
-                limits,
-                device=args.device,
-                graphs=not args.no_graphs,
-                in_turn=turns,
+        return balanced(network, 2 * limits.max_num_tokens) if turns else nullcontext()
+
+    timed = []
+    for case in cases:
+        with routing():
+            timed.append(
+                measure(
+                    case,
+                    network,
+                    pools,
+                    limits,
+                    device=args.device,
+                    graphs=not args.no_graphs,
+                    in_turn=turns,
+                )
             )
+    for case, made in zip(cases, timed, strict=True):
+        if args.device != "cpu":
+            with routing():
+                made |= launched(case, network, pools, limits)
         line = json.dumps(made | common)
         print(line, flush=True)
         if args.out is not None:

@@ -32,15 +32,23 @@ from typing import Any
 import torch
 
 from benchmarks.forward.agreement import agreement
-from benchmarks.forward.cases import parse, prompt_steps
+from benchmarks.forward.cases import Case, parse, prompt_steps
 from benchmarks.forward.hit import hit_rows
-from benchmarks.forward.run import DEFAULT_ENGRAM_ROWS, limits_for, measure, rank_config
+from benchmarks.forward.run import (
+    DEFAULT_ENGRAM_ROWS,
+    launched,
+    limits_for,
+    measure,
+    rank_config,
+)
 from benchmarks.forward.served import served_rows
 from benchmarks.forward.steps import Step, Steps, filled_pools
 from benchmarks.forward.weights import random_network
 from engine.network import Network
 from engine.network.device import moved
+from engine.paged_cache import CachePools
 from python_backend.executor.cuda_executor import CudaExecutor
+from python_backend.settings import CoreLimits
 
 PROMPTS = (1024, 4096, 16384, 65536)
 CHUNK = 16384
@@ -51,7 +59,7 @@ SINGLE = ("one=1*1@8192",)
 DRAFTING = ("drafts=1*6@8192:5", "verify=16*6@131072:5")
 
 ENGRAM = "engram=64*1@8192"
-PARTS = ("agreement", "documents", "decode", "replay", "hit", "engram", "served")
+PARTS = ("agreement", "documents", "served", "replay", "hit", "engram", "decode")
 
 Row = dict[str, Any]
 
@@ -84,22 +92,35 @@ def replay_rows(network: Network, device: str) -> Iterator[Row]:
 
 
 def decode_rows(network: Network, device: str) -> Iterator[Row]:
-    for texts, draft in ((DECODE, False), (SINGLE, False), (DRAFTING, True)):
-        cases = [parse(text) for text in texts]
-        limits = limits_for(cases, network.config, replay=True, draft=draft)
-        pools = filled_pools(network, limits, device)
+    """All are timed before the first is profiled: see steps.launches."""
+    timed: list[Row] = []
+    for cases, limits, pools in _decode_sets(network, device):
         base = None
         for case in cases:
             made = measure(case, network, pools, limits, device=device, graphs=True)
-            if texts is DECODE:
+            if case.text in DECODE:
                 base = base or made["gpu_ms"]
                 made["growth"] = round(made["gpu_ms"] / base - 1, 4)
-            made["launches_per_layer"] = round(
-                made["launches"] / network.config.num_hidden_layers, 1
-            )
-            yield {"row": "decode", **made}
+            timed.append(made)
         del pools
+    rows = iter(timed)
+    for cases, limits, pools in _decode_sets(network, device):
+        for case in cases:
+            made = next(rows) | launched(case, network, pools, limits)
+            per_layer = made["launches"] / network.config.num_hidden_layers
+            yield {"row": "decode", **made, "launches_per_layer": round(per_layer, 1)}
+        del pools
+
+
+def _decode_sets(
+    network: Network, device: str
+) -> Iterator[tuple[list[Case], CoreLimits, CachePools]]:
+    """Cases, with limits and caches of their own; one set lives at a time."""
+    for texts, draft in ((DECODE, False), (SINGLE, False), (DRAFTING, True)):
+        cases = [parse(text) for text in texts]
+        limits = limits_for(cases, network.config, replay=True, draft=draft)
         _free()
+        yield cases, limits, filled_pools(network, limits, device)
 
 
 def engram_rows(network: Network, device: str) -> Iterator[Row]:
@@ -161,17 +182,16 @@ def main() -> int:
     emit({"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)})
     run("agreement", lambda: iter(agreement("cuda", "arithmetic", args.questions)))
     run("documents", lambda: iter(agreement("cuda", "retrieval", args.documents)))
+    run("served", lambda: served_rows("cuda"))
     at_real_dims = {
-        "decode": decode_rows,
         "replay": replay_rows,
         "hit": hit_rows,
         "engram": engram_rows,
+        "decode": decode_rows,  # the last, because it profiles
     }
     for part, rows in at_real_dims.items():
         _free()
         run(part, lambda rows=rows: rows(network(), "cuda"))
-    _free()
-    run("served", lambda: served_rows("cuda"))
     return 0
 
 

@@ -60,6 +60,16 @@ class Timed(ABC):
         samples = int(max(1, min(samples, _SERVED_MS / once)))
         return statistics.median(self._once() for _ in range(samples))
 
+    def host_ms(self, *, samples: int = 9) -> float:
+        """Median time until the host has queued it for an idle device, in milliseconds."""
+        times = []
+        for _ in range(samples):
+            _wait()
+            started = time.perf_counter()
+            self.forward()
+            times.append((time.perf_counter() - started) * 1e3)
+        return statistics.median(times)
+
     def _once(self) -> float:
         _wait()
         started = time.perf_counter()
@@ -154,7 +164,11 @@ def _replays(graph: torch.cuda.CUDAGraph, count: int) -> float:
 
 
 def launches(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
-    """Kernels that `run` launches, by name: how many, and their microseconds together."""
+    """Kernels that `run` launches, by name: how many, and their microseconds together.
+
+    The profiler stays attached to the process, and every later launch takes the host longer, that
+    of a graph with a thousand nodes about a millisecond: nothing is timed behind this.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()

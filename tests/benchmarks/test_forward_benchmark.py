@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from benchmarks.forward import show
 from benchmarks.forward.cases import (
+    Case,
     Request,
     jittered,
     num_global_pages,
@@ -22,7 +26,7 @@ from benchmarks.forward.run import limits_for, rank_config, spread_warning
 from benchmarks.forward.weights import random_network
 from builder import commands
 from builder.cli import main
-from engine.network import block
+from engine.network import Network, block
 
 
 def test_the_grammar() -> None:
@@ -199,3 +203,28 @@ def test_a_prompt_behind_a_hit_in_chunks() -> None:
     assert [a.write_floor.tolist() for a in arrays] == [[32], [0]]
     assert [a.decoder_floor.tolist() for a in arrays] == [[88], [88]]
     assert [a.wants_logits.tolist() for a in arrays] == [[False], [True]]
+
+
+def test_every_step_is_timed_before_the_first_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler stays attached to its process, which then launches slower."""
+    done = []
+    network = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=4))
+
+    def measure(case: Case, *_: object, **__: object) -> dict[str, Any]:
+        done.append(f"time {case.name}")
+        return {"case": case.text, "gpu_ms": 8.0 + len(done)}
+
+    def launched(case: Case, *_: object) -> dict[str, Any]:
+        done.append(f"profile {case.name}")
+        return {"launches": 10}
+
+    monkeypatch.setattr(show, "measure", measure)
+    monkeypatch.setattr(show, "launched", launched)
+    monkeypatch.setattr(show, "limits_for", lambda *_, **__: None)
+    monkeypatch.setattr(show, "filled_pools", lambda *_: None)
+    rows = list(show.decode_rows(cast(Network, network), "cuda"))
+    names = ["64K", "128K", "256K", "512K", "855K", "one", "drafts", "verify"]
+    assert done == [f"{what} {name}" for what in ("time", "profile") for name in names]
+    assert [row["case"].partition("=")[0] for row in rows] == names
+    assert [row.get("growth") for row in rows[:6]] == [0.0, 0.1111, 0.2222, 0.3333, 0.4444, None]
+    assert {row["launches_per_layer"] for row in rows} == {2.5}
