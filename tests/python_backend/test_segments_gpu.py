@@ -167,8 +167,8 @@ def test_every_layer_in_float32(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
 ) -> None:
-    """Nine rows of ten to 1e-5 of what a layer adds to them: in others a value at a border of a
-    format may be rounded the other way. On a CPU these are the references, to no less than 1e-5."""
+    """To 1e-5 of what a layer adds to a row; on a CPU these are the references. On a GPU one row of
+    ten may hold a value at a border of a format that is rounded the other way."""
     layers = Layers(monkeypatch, network64.config.dspark_block_size)
     calls = kept_calls(network64, layers)
     given = network_of(torch.float32)
@@ -197,8 +197,8 @@ def test_every_layer_in_bfloat16(
     assert others < 0.1
     assert ours.keys() == expected.keys()
     for name, of_rows in ours.items():
-        assert of_rows.median() <= 1.3 * expected[name].median(), name
-        assert of_rows.mean() <= 1.7 * expected[name].mean(), name
+        assert of_rows.median() <= 1.5 * expected[name].median(), name
+        assert of_rows.mean() <= 2 * expected[name].mean(), name
 
 
 def on_device(network: Network, device: str) -> Network:
