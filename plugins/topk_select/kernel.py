@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins.device.launch import needs_reference, padded, unit_stride
+from plugins.device.launch import limits, needs_reference, padded, unit_stride
 from plugins.device.search import LEAST_KEY, best, bound, bound_key, extent, threshold
 from plugins.registry import OPERATORS
 from plugins.topk_select.kernel_levels import select_by_levels, takes_levels
@@ -251,11 +251,16 @@ def _select(scores: torch.Tensor, k: int, *, mask: bool) -> torch.Tensor:
             kept = torch.empty(rows, out_width, dtype=torch.int32, device=device)
         elif not mask:
             kept = torch.empty(rows, k, dtype=torch.int64, device=device)
+        warps = 4 if held <= _GROUPS else 8 if held <= 8192 else 16
+        alone = rows * parts <= limits(device).multiprocessors
+        if alone and held == _GROUPS and not (first and last):
+            # Nothing else would run where the program waits.
+            warps = 8
         _select_part[(parts, rows)](
             scores, scores.stride(0), columns, width, list_scores, list_columns, kept_scores, kept,
             result.shape[1] if mask and last else out_width, k, result,
             part, held, listed, min(_TILE, part), first, last, mask,
-            num_warps=4 if held <= 2048 else 8 if held <= 8192 else 16,
+            num_warps=warps,
         )  # fmt: skip
         if last:
             return result if mask else kept
