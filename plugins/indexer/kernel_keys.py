@@ -61,53 +61,65 @@ def column_slots(
     PER_PAGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """int32 [4, 8, WARPS, 2, RUNS] slots of a tile's columns, −1 where there is none. WHOLE: a tile
-    lies in one page, and its first slot is enough.
+    lies in one page, and that page's first slot is enough; of a tile that nobody sees, another's.
 
     `first` are the pages of one request. Column j is entry j, or, with BLOCK, entry j % BLOCK of
     the block that `blocks` names at j // BLOCK."""
-    column = start if WHOLE else start + places(TILE, WARPS, 2)
-    if BLOCK > 0:
-        block = tl.load(blocks + column // BLOCK, mask=column < num_columns, other=-1).to(tl.int32)
-        entry = block * BLOCK + column % BLOCK
-        read = (block >= 0) & (entry < visible)
-    else:
-        entry = column
-        read = column < visible
     # Of int64 the lower half: slots fit, and −1 is −1.
     halves = first.to(tl.pointer_type(tl.int32), bitcast=True)
-    slot = tl.load(halves + 2 * (entry // PER_PAGE), mask=read, other=-1)
-    if PER_PAGE > 1:
-        slot = tl.where(slot >= 0, slot + entry % PER_PAGE, -1)
+    if WHOLE:
+        # No mask: it would cost each of the tile's loads an instruction or two.
+        slot = tl.load(halves + 2 * (tl.minimum(start, tl.maximum(visible, 1) - 1) // PER_PAGE))
+    else:
+        column = start + places(TILE, WARPS, 2)
+        if BLOCK > 0:
+            block = tl.load(blocks + column // BLOCK, mask=column < num_columns, other=-1)
+            block = block.to(tl.int32)
+            entry = block * BLOCK + column % BLOCK
+            read = (block >= 0) & (entry < visible)
+        else:
+            entry = column
+            read = column < visible
+        slot = tl.load(halves + 2 * (entry // PER_PAGE), mask=read, other=-1)
+        if PER_PAGE > 1:
+            slot = tl.where(slot >= 0, slot + entry % PER_PAGE, -1)
     return slot
 
 
 @triton.jit
 def load_keys(
-    data, slots, page_stride, TILE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
-    ROW: tl.constexpr, WHOLE: tl.constexpr,
+    data, slots, start, page_stride, TILE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
+    ROW: tl.constexpr, PER_PAGE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Whether the rows at `slots` are there; the exponents of their groups, uint8, and the four
-    words of each; all [4, 8, WARPS, 2, RUNS], undefined at −1."""
+    """Whether the rows at `slots` of column_slots are there; the exponents of their groups, uint8,
+    and the four words of each; all [4, 8, WARPS, 2, RUNS], undefined at −1."""
     there = slots >= 0
     if WHOLE:
+        # Where there is no page, the pool's first one is read for nothing.
         slot = tl.maximum(slots, 0)
+        page = data + (slot // ROWS).to(tl.int64) * page_stride
+        if ROWS > PER_PAGE:
+            page += (slot % ROWS) * ROW
+        if PER_PAGE > TILE:
+            page += (start % PER_PAGE) * ROW
         # Added one after the other: what differs between a thread's rows is then part of the loads.
-        page = data + (slot // ROWS).to(tl.int64) * page_stride + (slot % ROWS) * ROW
         row = page + places(16 * WARPS, WARPS, 1) * ROW
         further = (tl.arange(0, 2) * 8)[None, None, None, :, None]
         further = (
             further + (tl.arange(0, TILE // (16 * WARPS)) * (16 * WARPS))[None, None, None, None, :]
         )
         further *= ROW
+        read = None
     else:
         slot = slots.to(tl.uint32)
         row = data + (slot // ROWS).to(tl.int64) * page_stride + (slot % ROWS) * ROW
         further = 0
-    exponent = tl.load((row + 64 + quarter()) + further, mask=there)
+        read = there
+    exponent = tl.load((row + 64 + quarter()) + further, mask=read)
     words = (row + 16 * quarter()).to(tl.pointer_type(tl.int32), bitcast=True) + further // 4
     return (
-        there, exponent, tl.load(words, mask=there), tl.load(words + 1, mask=there),
-        tl.load(words + 2, mask=there), tl.load(words + 3, mask=there),
+        there, exponent, tl.load(words, mask=read), tl.load(words + 1, mask=read),
+        tl.load(words + 2, mask=read), tl.load(words + 3, mask=read),
     )  # fmt: skip
 
 

@@ -26,8 +26,10 @@ from plugins.device.launch import Limits
 from plugins.engram import kernel as engram
 from plugins.indexer import kernel as indexer
 from plugins.indexer import kernel_candidates as candidates
-from plugins.indexer import kernel_float8 as float8
+from plugins.indexer import kernel_few as index_few
+from plugins.indexer import kernel_many as index_many
 from plugins.indexer import kernel_queries as index_queries
+from plugins.indexer import kernel_rows as index_rows
 from plugins.kv_write import kernel as kv_write
 from plugins.markov import kernel as markov
 from plugins.sample import kernel as sample
@@ -57,7 +59,7 @@ INDEXER = {
     "weight_stride": STRIDE, "data": "*u8", "page_stride": STRIDE, "key_slots": "*i64",
     "slots_stride": STRIDE, "num_keys": STRIDE, "request": "*i64", "num_visible": "*i64",
     "scores": "*fp32", "num_rows": "i32", "num_columns": STRIDE, "blocks": "*i64",
-    "blocks_stride": STRIDE, "codes": "*u8", "weights": "*fp32", "tiles": "i32",
+    "blocks_stride": STRIDE, "codes": "*u8", "weights": "*fp32", "groups": "i32",
 }  # fmt: skip
 SELECT = {
     "scores": "*fp32", "row_stride": STRIDE, "columns": "*i32", "num_columns": STRIDE,
@@ -161,21 +163,21 @@ def index_float8_kernels() -> Kernels:
     few = {**shared, "BLOCK": 0, "TILE": 64}
     one = {"SHARING": 1, "SPAN": 1, "BATCH": 1}
     return [
-        ("index float8", float8.score_few_rows, INDEXER, {**few, **one}, 4),
+        ("index float8", index_few.score_few_rows, INDEXER, {**few, **one}, 4),
         (
-            "index float8 verify", float8.score_few_rows, INDEXER,
+            "index float8 verify", index_few.score_few_rows, INDEXER,
             {**few, "SHARING": 6, "SPAN": 8, "BATCH": 2}, 4,
         ),
         (
-            "index float8 candidates", float8.score_few_rows, INDEXER,
+            "index float8 candidates", index_few.score_few_rows, INDEXER,
             {**few, **one, "BLOCK": 8}, 4,
         ),
         (
-            "index float8 prefill", float8.score_many_rows, INDEXER,
-            {**shared, "SHARING": 512, "BATCH": 4, "TILE": 128, "STAGES": 4}, 4,
+            "index float8 prefill", index_many.score_many_rows, INDEXER,
+            {**shared, "SHARING": 456, "SPAN": 512, "TILE": 128, "STAGES": 4}, 4,
         ),
         (
-            "index float8 pack", float8.pack_queries, INDEXER,
+            "index float8 pack", index_rows.pack_queries, INDEXER,
             {"H": 32, "HEADS": 32, "EARLY": True}, 4,
         ),
     ]  # fmt: skip

@@ -213,6 +213,37 @@ def test_the_inline_assembly_looks_codes_up() -> None:
                 assert torch.equal(ours, torch.tensor(values) * 2.0**exponent)
 
 
+def threads_after(assembly: str, operands: list[tuple[int, ...]]) -> list[int]:
+    """$0 of each of a row's four threads; the operands of one are $1, $2, …, then its number."""
+    operations = {
+        "setp.ge.s32": lambda a, b: a >= b,
+        "setp.ne.s32": lambda a, b: a != b,
+        "and.b32": lambda a, b: a & b,
+        "selp.b32": lambda a, b, first: a if first else b,
+        "add.f32": lambda a, b: a + b,
+    }
+    threads = [{f"${i + 1}": x for i, x in enumerate((*of, n))} for n, of in enumerate(operands)]
+    for name, text in re.findall(r"^([a-z]+\.[\w.]+) ([^;]+);$", assembly, re.M):
+        target, *sources = text.split(", ")
+        before = [dict(thread) for thread in threads]
+        for n, thread in enumerate(threads):
+            if name == "shfl.sync.bfly.b32":
+                thread[target] = before[n ^ int(sources[1])][sources[0]]
+            else:
+                values = [before[n][x] if x in before[n] else int(x) for x in sources]
+                thread[target] = operations[name](*values)
+    return [thread["$0"] for thread in threads]
+
+
+def test_the_inline_assembly_adds_up_over_four_threads() -> None:
+    from plugins.indexer.kernel_sums import OF_FOUR, OF_TWO
+
+    operands = [tuple(10**thread * (i + 1) for i in range(4)) for thread in range(4)]
+    assert threads_after(OF_FOUR.value, operands) == [1111, 2222, 3333, 4444]
+    two = [of[:2] for of in operands]
+    assert threads_after(OF_TWO.value, two) == [1111, 1111, 2222, 2222]
+
+
 def test_a_row_depends_on_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, in another order, beside more keys, and however many rows share a program."""
     case = IndexCase("batch", (6, 1, 2), 8, 64, 150, holes=0.1)
