@@ -253,7 +253,7 @@ def _select(scores: torch.Tensor, k: int, *, mask: bool) -> torch.Tensor:
             kept = torch.empty(rows, k, dtype=torch.int64, device=device)
         warps = 4 if held <= _GROUPS else 8 if held <= 8192 else 16
         alone = rows * parts <= limits(device).multiprocessors
-        if alone and held == _GROUPS and not (first and last):
+        if alone and held == _GROUPS:
             # Nothing else would run where the program waits.
             warps = 8
         _select_part[(parts, rows)](
