@@ -41,3 +41,17 @@ def test_missing_huge_pages_are_told_once(
             host_memory.on_huge_pages(torch.ones(4))
     assert len(caplog.records) == warnings
     host_memory._huge_pages_are_given.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_freed_memory_is_no_longer_pinned() -> None:
+    """Else what the system maps there next is, and every later allocation of the driver fails."""
+    for _ in range(3):
+        copy = host_memory.pinned_copy(torch.arange(1 << 22))
+        assert copy.is_pinned()
+        assert torch.equal(copy.cuda().cpu(), copy)
+        del copy
+        again = host_memory.on_huge_pages(torch.zeros(1 << 22, dtype=torch.int64))
+        assert not again.is_pinned()
+        assert not torch.zeros(1 << 22, device="cuda").any()

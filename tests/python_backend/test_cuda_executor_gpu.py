@@ -16,6 +16,7 @@ from engine.network.decoder import DecoderOutput
 from engine.network.device import moved
 from engine.network.draft import DraftOutput
 from engine.tensor_source import SafetensorsSource
+from plugins.formats.rows import ValueRows
 from python_backend.drafting.rule import DraftRule
 from python_backend.executor.inputs import HostDraft, HostStep
 from python_backend.executor.pools import pools_of
@@ -129,7 +130,9 @@ def test_engram_tables_on_the_host_give_the_bits_of_tables_on_the_device(
     for on_host in (False, True):
         network = Network(tiny_config, moved(weights, "cuda", engram_on_host=on_host))
         tables = [one.engram.table for one in network.weights.layers if one.engram is not None]
-        memories = [table.data if packed else table.values for table in tables]
+        memories = [
+            table.values if isinstance(table, ValueRows) else table.data for table in tables
+        ]
         assert memories
         assert all(memory.is_cuda != on_host for memory in memories)
         assert all(memory.is_pinned() == on_host for memory in memories)

@@ -198,7 +198,8 @@ def test_every_layer_in_bfloat16(
     assert ours.keys() == expected.keys()
     for name, of_rows in ours.items():
         assert of_rows.median() <= 1.5 * expected[name].median(), name
-        assert of_rows.mean() <= 2 * expected[name].mean(), name
+        far = [(rows > 0.1).double().mean() for rows in (of_rows, expected[name])]
+        assert far[0] <= far[1] + 0.1, name
 
 
 def on_device(network: Network, device: str) -> Network:
