@@ -29,6 +29,7 @@ STUB = "triton_python_backend_stub"
 _DTYPES = {"BOOL": np.bool_, "UINT64": np.uint64, "FP32": np.float32, "INT32": np.int32}
 _KINDS = {
     **dict.fromkeys(("text_input", "messages", "stop_words", "logit_bias"), "BYTES"),
+    **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "BYTES"),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), "FP32"),
     **dict.fromkeys(("stream", "speculative", "thinking"), "BOOL"),
     **dict.fromkeys(("seed", "timeout"), "UINT64"),
@@ -253,6 +254,14 @@ def _num_tokens(response: Any) -> int:
         if tensor.name == "output_ids":
             return int(tensor.shape[1])
     return 0
+
+
+def measured_on() -> dict[str, Any]:
+    """The commit, None outside of a checkout, and the cores that this process may use."""
+    asked = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return {"commit": asked.stdout.strip() or None, "cores": len(os.sched_getaffinity(0))}
 
 
 def percentiles(values: list[float]) -> dict[str, float] | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 
 import grpc
-from harness import ROOT, Outcome, Server, percentiles, stream
+from harness import ROOT, Outcome, Server, measured_on, percentiles, stream
 
 from builder.cli import main as build
 
@@ -117,6 +117,7 @@ def main() -> int:
     made = after["dsv41_generation_tokens_total"] - before["dsv41_generation_tokens_total"]
     report = {
         "benchmark": "load",
+        **measured_on(),
         "streams": options.streams,
         "prompt": options.prompt,
         "answer": options.answer,
