@@ -84,6 +84,8 @@ class EngineCore:
         # Why requests were cancelled, until that is received: a running step may still end them
         # otherwise, but this is what their clients were told, so it is how they are counted.
         self._cancelled: dict[str, FinishReason] = {}
+        # Ended here, and not yet told how their clients saw them end.
+        self._unsettled: dict[str, tuple[TrackedRequest, FinishReason]] = {}
         self._failed_in_a_row = 0
         self._unchecked = False  # something happened since the books were checked
 
@@ -103,8 +105,9 @@ class EngineCore:
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request before the next step, and count it by the first reason given. Unknown and
-        finished ids are ignored: a cancel races with the end of its request. STOP is the reason
-        where the receiver has all that it wants, because of a stop string."""
+        counted ids are ignored: a cancel races with the end of its request. STOP is the reason
+        where the receiver has all that it wants, because of a stop string. For a request with
+        `receiver_tells_end` this comes behind its last delta, too."""
         self._cancelled.setdefault(request_id, reason)
         self._inbox.put(_Cancellation(request_id, reason))
 
@@ -229,6 +232,8 @@ class EngineCore:
         elif message is not None:
             if message.request_id in self._live:
                 self._remove(self._live[message.request_id], message.reason)
+            elif message.request_id in self._unsettled:
+                self._count(self._unsettled.pop(message.request_id)[0], message.reason)
             self._cancelled.pop(message.request_id, None)
 
     def _remove(self, tracked: TrackedRequest, reason: FinishReason) -> None:
@@ -345,15 +350,21 @@ class EngineCore:
         assert last.finish_reason is not None
         request_id = tracked.request.request_id
         del self._live[request_id]
+        told = self._cancelled.get(request_id)
+        if told is None and tracked.request.receiver_tells_end:
+            self._unsettled[request_id] = tracked, last.finish_reason
+        else:
+            self._count(tracked, told or last.finish_reason)
+        self._send(tracked, last)
+
+    def _count(self, tracked: TrackedRequest, reason: FinishReason) -> None:
         statistics = self._scheduler.statistics
-        reason = self._cancelled.get(request_id, last.finish_reason)
         statistics.num_finished[reason] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             num_output_tokens = tracked.num_tokens - tracked.num_prompt_tokens
             statistics.latencies.answered(
                 tracked.moments, tracked.num_prompt_tokens, num_output_tokens
             )
-        self._send(tracked, last)
 
     def _send(self, tracked: TrackedRequest, delta: Delta) -> None:
         """A receiver that raises has lost its stream; it must not take the others with it."""
@@ -375,6 +386,8 @@ class EngineCore:
                 pending.done()
             elif isinstance(pending, TrackedRequest):
                 waiting.append(pending)
+        for request_id, (tracked, reason) in self._unsettled.items():
+            self._count(tracked, self._cancelled.get(request_id, reason))
         for tracked in waiting:
             reason = self._cancelled.get(tracked.request.request_id, FinishReason.ERROR)
             self._scheduler.statistics.num_finished[reason] += 1

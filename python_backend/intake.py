@@ -109,6 +109,7 @@ class Intake:
                 speculative=asked.speculative,
                 priority=asked.priority,
                 grammar=grammar,
+                receiver_tells_end=True,
             ),
             stream,
         )

@@ -108,6 +108,8 @@ class Request:
     `speculative` off makes one token a step, also on a server that drafts. `cache_salt`: only
     requests of the same salt share pages. `priority`: a smaller one is admitted earlier and
     preempted later. `grammar` is what the answer follows; the request waits until it is compiled.
+    `receiver_tells_end`: the receiver, which sees stop strings and clients that leave, calls the
+    core's `cancel` with the reason that its client saw, and the request is counted by that.
     """
 
     request_id: str
@@ -121,3 +123,4 @@ class Request:
     speculative: bool = True
     priority: int = 0
     grammar: Future[Grammar] | None = None
+    receiver_tells_end: bool = False

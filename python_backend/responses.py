@@ -87,7 +87,8 @@ class ResponseStream:
 
 
 class Responder:
-    """`cancel` takes a stream's key and why; `tick` is called once a round, on this thread."""
+    """`cancel` takes a sequence's key and why it ended, for every end; `tick` is called once a
+    round, on this thread."""
 
     def __init__(
         self, cancel: Callable[[str, FinishReason], None], tick: Callable[[], None]
@@ -205,16 +206,17 @@ class Responder:
     def _send(
         self, stream: ResponseStream, sequence: AnswerSequence, delta: Delta, *, more: bool
     ) -> None:
-        """A stop string ends the sequence here: the core, which knows no text, is told so."""
+        """A stop string ends the sequence here. The core, which knows no text, is told of every
+        end, so that it counts what the client saw, also where the string came with the last token
+        or a later step has failed meanwhile."""
         if sequence.ended:
             return
-        is_last = delta.finish_reason is not None
         delta, outputs = sequence.take(delta, more=more)
         final = all(each.ended for each in stream.sequences)
         if final:
             self._close(stream, delta.finish_reason)
-        if sequence.ended and not is_last:
-            self._cancel(sequence.key, FinishReason.STOP)
+        if delta.finish_reason is not None:
+            self._cancel(sequence.key, delta.finish_reason)
         if stream.begin_others is not None and len(delta.output_ids):
             begin, stream.begin_others = stream.begin_others, None
             begin()

@@ -322,6 +322,11 @@ def accounts(
             f"{len(traffic.outcomes)} requests were sent, {unseen} left before the server took "
             f"them, {least} at least should be in its counters, {counted} are"
         )
+    of_traffic = (event for o in traffic.outcomes for event in ends.get(o.request_id, []))
+    logged = Counter(event.get("finish_reason") for event in of_traffic)
+    for reason in ("stop", "length"):
+        if (shown := by_reason[reason]) != logged[reason]:
+            problems.append(f"{reason}: {shown} in the counters, {logged[reason]} in the log")
     if more["dsv41_failed_steps_total"] == 0 and any(o.kind == "fault" for o in traffic.outcomes):
         problems.append("no step failed, though faults were ordered")
     return {

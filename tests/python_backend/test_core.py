@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -193,6 +194,33 @@ def test_who_is_cancelled_in_the_step_that_ends_it_is_counted_as_cancelled() -> 
         FinishReason.LENGTH: 1,
     }
     assert statistics.num_global_pages_used == 0
+
+
+def test_a_receiver_that_sees_more_says_how_its_request_ended() -> None:
+    """A stop string comes with the last token of one, and before the failed step of another; of a
+    third nothing was said when the server stops."""
+    bounds = limits()
+    core = EngineCore(Failing(bounds, {4}), bounds)
+    streams = [Stream("a", tokens(11, 20), 2), Stream("b", tokens(12, 20), 9)]
+    streams.append(Stream("c", tokens(13, 20), 1))
+    for stream in streams:
+        core.add_request(replace(stream.request, receiver_tells_end=True))
+    finish(core)
+    reasons = [stream.finish_reason for stream in streams]
+    assert reasons == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
+    assert sum(core.statistics().num_finished.values()) == 0
+    for key, reason in (("a", FinishReason.STOP), ("b", FinishReason.STOP)):
+        core.cancel(key, reason)
+        core.cancel(key, FinishReason.ERROR)
+    core.step()
+    core.stop()
+    core.run()
+    statistics = core.statistics()
+    assert {reason: n for reason, n in statistics.num_finished.items() if n} == {
+        FinishReason.STOP: 2,
+        FinishReason.LENGTH: 1,
+    }
+    assert sum(statistics.latencies.end_to_end.numbers) == 3
 
 
 def test_late_and_unknown_cancels_are_ignored() -> None:

@@ -267,7 +267,8 @@ def test_what_waits_for_a_slow_line_is_joined(ends_with_an_error: bool) -> None:
 
 
 def test_sequences_end_one_by_one() -> None:
-    """The first ends with a stop string; only it is cancelled, and the last end is final."""
+    """The first ends with a stop string, the second with its length; the core hears of both, and
+    the last end is final."""
     client, cancelled, begun = Client(), list[tuple[str, FinishReason]](), list[str]()
     responder = Responder(lambda key, reason: cancelled.append((key, reason)), lambda: None)
     responder.start()
@@ -288,7 +289,7 @@ def test_sequences_end_one_by_one() -> None:
     responder.deliver(stream, 1, Delta(np.array([0], np.int32), 7, FinishReason.LENGTH))
     assert client.ended.wait(10)
     responder.close()
-    assert cancelled == [("k0", FinishReason.STOP)]
+    assert cancelled == [("k0", FinishReason.STOP), ("k1", FinishReason.LENGTH)]
     assert begun == ["others"]
     said = [(o["sequence_index"].item(), o["text_output"].item()) for o in client.received]
     assert said == [(0, b"a"), (1, b"b"), (0, b""), (1, b"a")]

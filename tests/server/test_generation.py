@@ -104,6 +104,26 @@ def test_a_stop_string_over_tokens_ends_streamed_and_whole_answers(
     assert included["text_output"] == text[: text.find(stop) + len(stop)]
 
 
+def test_a_stop_string_that_comes_with_the_last_token_is_counted_as_a_stop(
+    server: Deployment, engine: Path
+) -> None:
+    """As the client is told and as the log says; the core sees the length alone."""
+    text = Tokenizer.from_file(str(engine / "tokenizer.json")).decode(REPLAYED)
+    asked = golden(stop_words=[text[6:9]])
+    asked["max_tokens"] = server.generate(**asked)["num_output_tokens"]
+
+    def ended() -> dict[str, float]:
+        time.sleep(0.3)  # two rounds of publishing
+        name = "dsv41_request_success_total"
+        return {r: server.metric(name, finished_reason=r) for r in ("stop", "length", "error")}
+
+    before = ended()
+    assert server.generate(**asked)["finish_reason"] == "stop"
+    more = {reason: value - before[reason] for reason, value in ended().items()}
+    assert more == {"stop": 1, "length": 0, "error": 0}
+    assert server.events("request_finished")[-1]["finish_reason"] == "stop"
+
+
 def test_log_probs_come_where_they_are_asked_for(server: Deployment) -> None:
     plain = both(server, **golden())
     assert not LOG_PROBS & set(plain)
