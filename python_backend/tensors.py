@@ -14,13 +14,15 @@ class Tensor(NamedTuple):
     """`kind` is the server's type name without TYPE_; `size` counts elements, −1 is any number.
 
     An input with `neutral` values is accepted for the sake of existing clients, with these values
-    only: it would change the answer and this version cannot do it.
+    only: it would change the answer and this version cannot do it. `instead` ends the sentence
+    that refuses others.
     """
 
     name: str
     kind: str
     size: int = 1
     neutral: tuple[Any, ...] = ()
+    instead: str = "this version has no other"
 
 
 INPUTS = (
@@ -78,7 +80,12 @@ INPUTS = (
     Tensor("return_perf_metrics", "BOOL", neutral=(False,)),
     Tensor("sampling_param_best_of", "INT32", neutral=(1,)),
     Tensor("streaming", "BOOL"),
-    Tensor("stop", "STRING", -1),
+    Tensor(
+        "stop",
+        "BOOL",
+        neutral=(False,),
+        instead="cancel its stream to end a running request, and name texts in stop_words",
+    ),
     Tensor("random_seed", "UINT64"),
     Tensor("min_length", "INT32"),
     Tensor("sampling_param_temperature", "FP32"),
@@ -94,7 +101,6 @@ INPUTS = (
 )
 ALIASES = {
     "streaming": "stream",
-    "stop": "stop_words",
     "random_seed": "seed",
     "min_length": "min_tokens",
     "sampling_param_temperature": "temperature",

@@ -212,7 +212,7 @@ def _check_neutral(spec: Tensor, elements: Array) -> None:
         if value not in spec.neutral:
             raise _invalid(
                 f"expected {spec.name} to be {' or '.join(repr(v) for v in spec.neutral)} or not "
-                f"sent, got {value!r}; this version has no other"
+                f"sent, got {value!r}; {spec.instead}"
             )
 
 

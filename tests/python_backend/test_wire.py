@@ -165,11 +165,11 @@ def test_words_become_tokens() -> None:
 def test_the_names_of_the_llmapi_model() -> None:
     request = wire.read_request(
         tensors(
-            text_input=b"a", streaming=True, stop=[b"."], sampling_param_temperature=0.5,
+            text_input=b"a", streaming=True, stop=False, sampling_param_temperature=0.5,
             sampling_param_top_k=4, sampling_param_top_p=0.75, sampling_param_max_tokens=9,
             sampling_param_frequency_penalty=0.5, sampling_param_presence_penalty=0.25,
-            sampling_param_seed=3, sampling_param_exclude_input_from_output=False,
-            sampling_param_best_of=1, return_finish_reason=False,
+            sampling_param_stop=[b"."], sampling_param_seed=3, sampling_param_best_of=1,
+            sampling_param_exclude_input_from_output=False, return_finish_reason=False,
         ),
         {},
     )  # fmt: skip
@@ -186,9 +186,42 @@ def test_the_names_of_the_llmapi_model() -> None:
     assert "one min_tokens, got min_tokens 2 and min_length 3" in refusal(
         tensors(min_tokens=2, min_length=3)
     )
-    assert wire.read_request(tensors(stop=[b"."], stop_words=[b"."]), {}).options.stop_strings == (
-        ".",
+    both = tensors(sampling_param_stop=[b"."], stop_words=[b"."])
+    assert wire.read_request(both, {}).options.stop_strings == (".",)
+    assert "stop to be False or not sent, got True; cancel its stream" in refusal(
+        tensors(stop=True)
     )
+
+
+# Inputs of TensorRT-LLM's Triton models, from their config.pbtxt: llmapi/tensorrt_llm, and
+# inflight_batcher_llm/ensemble. Without those for images, adapters and embeddings.
+BOOL, INT32, UINT64, FP32, STRING = ("BOOL", 1), ("INT32", 1), ("UINT64", 1), ("FP32", 1), "STRING"
+LLMAPI = {
+    "streaming": BOOL, "sampling_param_best_of": INT32, "sampling_param_temperature": FP32,
+    "sampling_param_top_k": INT32, "sampling_param_top_p": FP32,
+    "sampling_param_frequency_penalty": FP32, "sampling_param_presence_penalty": FP32,
+    "sampling_param_max_tokens": INT32, "sampling_param_stop": (STRING, -1),
+    "sampling_param_seed": UINT64, "sampling_param_exclude_input_from_output": BOOL,
+    "sampling_param_return_perf_metrics": BOOL, "return_finish_reason": BOOL,
+    "return_stop_reason": BOOL, "return_cumulative_logprob": BOOL, "stop": BOOL,
+}  # fmt: skip
+ENSEMBLE = {
+    "text_input": (STRING, 1), "max_tokens": INT32, "num_return_sequences": INT32,
+    "bad_words": (STRING, -1), "stop_words": (STRING, -1), "exclude_input_in_output": BOOL,
+    "end_id": INT32, "pad_id": INT32, "top_k": INT32, "top_p": FP32, "temperature": FP32,
+    "length_penalty": FP32, "repetition_penalty": FP32, "min_tokens": INT32,
+    "presence_penalty": FP32, "frequency_penalty": FP32, "seed": UINT64, "return_log_probs": BOOL,
+    "return_context_logits": BOOL, "return_generation_logits": BOOL, "return_perf_metrics": BOOL,
+    "return_num_input_tokens": BOOL, "return_num_output_tokens": BOOL, "beam_width": INT32,
+    "stream": BOOL, "embedding_bias_words": (STRING, -1), "embedding_bias_weights": ("FP32", -1),
+    "guided_decoding_guide_type": (STRING, 1), "guided_decoding_guide": (STRING, 1),
+}  # fmt: skip
+
+
+def test_inputs_of_existing_clients_have_their_types() -> None:
+    ours = {tensor.name: (tensor.kind, tensor.size) for tensor in wire.INPUTS}
+    theirs = LLMAPI | ENSEMBLE
+    assert {name: ours.get(name) for name in theirs} == theirs
 
 
 def test_what_is_left_out_is_the_checkpoints() -> None:

@@ -104,6 +104,12 @@ def test_a_stop_string_over_tokens_ends_streamed_and_whole_answers(
     assert included["text_output"] == text[: text.find(stop) + len(stop)]
 
 
+def test_the_stop_of_existing_clients_is_no_stop_string(server: Deployment) -> None:
+    assert both(server, **golden(stop=False))["output_ids"] == REPLAYED
+    with pytest.raises(RefusedError, match=r"^400 \[invalid_argument\] expected stop to be False"):
+        server.generate(**golden(stop=True))
+
+
 def test_a_stop_string_that_comes_with_the_last_token_is_counted_as_a_stop(
     server: Deployment, engine: Path
 ) -> None:
