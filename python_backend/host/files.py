@@ -90,17 +90,17 @@ class ServerFiles:
         The stub finds its interpreter through PATH and must load that very interpreter's
         libpython; the repository's model.py imports the code that this process runs.
 
-        glibc raises the size from which a freed block goes back to the system, and what it keeps of
-        the heap, whenever a larger block is freed, up to 32 and 64 MiB: a server would hold some
-        40 MB more an hour after its start than at first. These are its limits from the start.
+        Left alone, glibc raises the size from which freed memory goes back to the system whenever
+        a larger block is freed, up to 32 MiB, and keeps twice as much: hours after its start a
+        server would hold 50 MB more. With limits of its own it keeps what it holds at first.
         """
         library_path = [str(self.libraries)]
         folder = sysconfig.get_config_var("LIBDIR")
         if folder and (Path(folder) / _libpython_name()).exists():
             library_path.append(folder)
         return {
-            "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-            "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+            "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
             **os.environ,
             "PATH": _before("PATH", str(Path(sys.executable).parent)),
             "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", *library_path),

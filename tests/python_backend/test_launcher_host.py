@@ -193,10 +193,10 @@ def test_search_paths_of_the_operator_come_last(monkeypatch: pytest.MonkeyPatch)
     assert environment["PATH"].startswith(f"{Path(sys.executable).parent}:")
 
 
-def test_the_allocators_limits_stand_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """glibc's DEFAULT_MMAP_THRESHOLD_MAX on 64 bits, and twice that. An operator's own win."""
+def test_the_allocators_limits_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes; any of glibc's variables ends the raising. An operator's own win."""
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
     environment = ServerFiles.find().environment()
-    assert environment["MALLOC_MMAP_THRESHOLD_"] == "33554432"
+    assert environment["MALLOC_MMAP_THRESHOLD_"] == "1048576"
     assert environment["MALLOC_TRIM_THRESHOLD_"] == "1000000"
