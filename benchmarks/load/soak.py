@@ -40,7 +40,7 @@ VOCAB_SIZE = 4096
 FAULT_SECONDS = 5.0
 FAULT_TOKEN = 4000  # begins a prompt whose first step fails
 SERVER = (
-    *("--max-batch-size=16", "--max-num-tokens=512", "--num-global-pages=96"),
+    *("--max-batch-size=16", "--max-num-tokens=512", "--num-global-pages=40"),
     *("--max-queued-requests=64", "--speculative", "--max-seq-len=4096"),
 )
 MANY = 3  # answers to one prompt
@@ -87,7 +87,7 @@ class Traffic:
             (4, self.deadline),
             (10, self.bad),
             (4, self.over_capacity),
-            (2, self.storm),
+            (1, self.storm),
             (2, self.fault),
         )
 
