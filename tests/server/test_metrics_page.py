@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -19,12 +20,36 @@ pytestmark = pytest.mark.server
 
 PAGE = 32
 PROMPT_OF_68: list[int] = (GOLDEN["tokens"].tolist() * 4)[:68]
-# The edges of vLLM's histogram of times to first tokens, as Prometheus writes them.
-FIRST_TOKEN_EDGES = [
-    *("0.001", "0.005", "0.01", "0.02", "0.04", "0.06", "0.08", "0.1", "0.25", "0.5", "0.75"),
-    *("1.0", "2.5", "5.0", "7.5", "10.0", "20.0", "40.0", "80.0", "160.0", "640.0", "2560.0"),
-    "+Inf",
-]  # fmt: skip
+# The edges of vLLM's histograms (vllm/v1/metrics/loggers.py); those of phases are this project's.
+REQUEST_EDGES = [
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
+    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
+]
+PER_TOKEN_EDGES = [
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+]
+TOKENS_UP_TO_1024: list[float] = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+EDGES: dict[str, list[float]] = {
+    "time_to_first_token_seconds": [
+        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+        *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+    ],
+    "inter_token_latency_seconds": PER_TOKEN_EDGES,
+    "request_time_per_output_token_seconds": PER_TOKEN_EDGES,
+    "request_queue_time_seconds": REQUEST_EDGES,
+    "request_prefill_time_seconds": REQUEST_EDGES,
+    "request_decode_time_seconds": REQUEST_EDGES,
+    "request_inference_time_seconds": REQUEST_EDGES,
+    "e2e_request_latency_seconds": REQUEST_EDGES,
+    "request_prompt_tokens": TOKENS_UP_TO_1024,
+    "request_generation_tokens": TOKENS_UP_TO_1024,
+    "step_rows": [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384],
+    "step_seconds": [
+        *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+        *(2.5, 5.0, 10.0),
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +174,19 @@ def test_everything_of_the_catalogue_is_there_with_its_kind_and_edges(server: De
         shown = families[family.name.removesuffix("_total")]
         assert shown.type == family.kind, family.name
         assert shown.documentation == family.description
-    edges = [
-        sample.labels["le"]
-        for sample in families["dsv41_time_to_first_token_seconds"].samples
-        if sample.name.endswith("_bucket")
-    ]
-    assert edges == [edge.removesuffix(".0") for edge in FIRST_TOKEN_EDGES]
+    edges: dict[str, dict[str, list[float]]] = {}
+    for name, family in families.items():
+        if family.type != "histogram" or not name.startswith("dsv41_"):
+            continue
+        by_phase = edges.setdefault(name.removeprefix("dsv41_"), {})
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                phase = sample.labels.get("phase", "")
+                by_phase.setdefault(phase, []).append(float(sample.labels["le"]))
+    assert edges.keys() == EDGES.keys()
+    for name, by_phase in edges.items():
+        assert by_phase
+        assert all(each == [*EDGES[name], math.inf] for each in by_phase.values()), name
 
 
 def test_every_metric_of_the_dashboard_exists(server: Deployment) -> None:
