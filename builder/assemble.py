@@ -23,6 +23,7 @@ from builder.plans import PlanBackend, usable_backend
 from builder.progress import Progress
 from builder.token_class import Int32Array
 from builder.values import check_values, huge_warning
+from engine.chat_sections import CHAT_SECTIONS_NAME
 from engine.config import ConfigError, ModelConfig
 from engine.directory import (
     CONFIG_NAME,
@@ -78,7 +79,10 @@ def build_engine(
             huge += write_rank(partial / rank_file(rank), tensors, source, progress)
             progress.finish()
         np.save(partial / TOKEN_CLASS_NAME, token_class)
-        for name in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
+        for name in (
+            *(TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, CHAT_SECTIONS_NAME),
+            GENERATION_CONFIG_NAME,
+        ):
             if (checkpoint.directory / name).is_file():
                 shutil.copyfile(checkpoint.directory / name, partial / name)
         built = {"versions": _versions(), "options": dict(options)}

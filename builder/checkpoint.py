@@ -13,6 +13,7 @@ from builder.token_class import (
     read_token_class,
     read_tokenizer,
 )
+from engine.chat_sections import ChatSections
 from engine.config import ConfigError, ModelConfig
 from engine.config_reader import read_config_file
 from engine.directory import GENERATION_CONFIG_NAME, TOKENIZER_CONFIG_NAME
@@ -75,6 +76,7 @@ class Checkpoint:
             read_tokenizer(config, checkpoint.tokenizer_file)
         for name in (TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME):
             _check_json(directory / name)
+        ChatSections.read(directory)
         return checkpoint
 
     @property

@@ -4,7 +4,8 @@
     rankN.safetensors         weights of rank N; names, dtypes and scales as in the checkpoint
     engram.L.bin              rows of layer L's table from byte 0 on, no header, shared by all ranks
     token_class.npy           int32 [vocab_size], Engram class of each token id
-    tokenizer.json, tokenizer_config.json, generation_config.json      where there are any
+    tokenizer.json, tokenizer_config.json, chat_sections.json, generation_config.json
+                              where there are any
     kernels/                  where asked for: kernels.json, compiled kernels of each target
     plans/                    where asked for: SEGMENT.onnx, SEGMENT.plan, weights.bin, plans.json
     manifest.json             sizes and hashes of all of these, written last

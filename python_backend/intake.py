@@ -177,7 +177,8 @@ class Intake:
     def _input_ids(self, asked: wire.WireRequest) -> wire.Int32Array:
         if asked.chat is not None:
             try:
-                return self._tokenizer().encode_rendered(asked.chat.render())
+                tokenizer = self._tokenizer()
+                return tokenizer.encode_rendered(asked.chat.render(tokenizer.sections))
             except (ChatError, TokenizerError) as error:
                 raise RequestError(wire.INVALID_ARGUMENT, str(error)) from None
         if asked.text is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from builder.checkpoint import Checkpoint, requantized_format
 from builder.quantization.modelopt import LayerFormat, describe_layers, modelopt_version
 from builder.quantization.recipe import Target, stored_format
+from engine.chat_sections import CHAT_SECTIONS_NAME
 from engine.directory import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -22,7 +23,10 @@ from engine.safetensors_file import TensorInfo
 from engine.tensor_source import INDEX_NAME
 
 HF_QUANT_NAME = "hf_quant_config.json"
-_COPIED = (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, GENERATION_CONFIG_NAME, TOKEN_CLASS_NAME)
+_COPIED = (
+    *(TOKENIZER_NAME, TOKENIZER_CONFIG_NAME, CHAT_SECTIONS_NAME),
+    *(GENERATION_CONFIG_NAME, TOKEN_CLASS_NAME),
+)
 _RELEASED_CONFIG = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",

@@ -25,8 +25,8 @@ The rules (the released encoder's; in the examples `·` joins special strings an
 * A conversation that ends in a user (or system) turn is a prompt; one that ends in an assistant
   message ends in end-of-sentence.
 
-The words of the two sections are this project's own. Checkpoints trained elsewhere expect their own
-words there.
+The words of the two sections are this project's own, which TinyFlash was trained on. A checkpoint
+trained elsewhere brings its own (`engine.chat_sections`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+
+from engine.chat_sections import ChatSections
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -53,7 +55,7 @@ Tool = Mapping[str, Any]
 EFFORT_LEVELS = {"low": 50, "high": 75, "xhigh": 75, "max": 100}
 DEFAULT_EFFORT = EFFORT_LEVELS["high"]
 
-_TOOLS_SECTION = f"""## Tools
+_TOOLS = f"""## Tools
 
 These tools can be called. A reply that calls them ends in a block of this form:
 
@@ -67,16 +69,13 @@ A value with string="true" is text as it stands; with string="false" it is JSON.
 
 ### Available Tool Schemas
 
-%s
+{{schemas}}
 """
-
-
-_FORMAT_SECTION = """
-
-## Response Format
+_RESPONSE_FORMAT = """## Response Format
 
 The reply is JSON of this schema and nothing else:
-%s"""
+{schema}"""
+OWN_SECTIONS = ChatSections(_TOOLS, _RESPONSE_FORMAT)
 
 
 class Segment(NamedTuple):
@@ -100,9 +99,10 @@ def render(
     mode: Mode = "chat",
     effort: int = DEFAULT_EFFORT,
     tools: Sequence[Tool] = (),
+    sections: ChatSections = OWN_SECTIONS,
 ) -> str:
     """The whole text of a conversation, special strings included. Errors as `render_segments`."""
-    segments = render_segments(messages, mode=mode, effort=effort, tools=tools)
+    segments = render_segments(messages, mode=mode, effort=effort, tools=tools, sections=sections)
     return "".join(segment.text for segment in segments)
 
 
@@ -112,6 +112,7 @@ def render_segments(
     mode: Mode = "chat",
     effort: int = DEFAULT_EFFORT,
     tools: Sequence[Tool] = (),
+    sections: ChatSections = OWN_SECTIONS,
 ) -> list[Segment]:
     """The text of a conversation, cut where the writer changes; cuts are at special strings.
 
@@ -121,7 +122,7 @@ def render_segments(
     Raises ValueError for an unknown role, an assistant message that answers nothing, no messages,
     or an effort outside 1…100.
     """
-    turns = _turns(messages)
+    turns = _turns(messages, sections)
     thinking = mode == "thinking"
     keep_reasoning = bool(tools)
     last_question = max((i for i, turn in enumerate(turns) if _asks(turn, i)), default=-1)
@@ -134,7 +135,8 @@ def render_segments(
     if turns[0].role == "system":
         given += turns[0].text
     if tools:
-        given += "\n\n" + _TOOLS_SECTION % "\n".join(_json(tool["function"]) for tool in tools)
+        schemas = "\n".join(_json(tool["function"]) for tool in tools)
+        given += "\n\n" + sections.with_schemas(schemas)
     given += turns[0].section
 
     segments: list[Segment] = []
@@ -178,7 +180,7 @@ def _effort_line(effort: int) -> str:
     )
 
 
-def _turns(messages: Sequence[Message]) -> list[_Turn]:
+def _turns(messages: Sequence[Message], sections: ChatSections) -> list[_Turn]:
     if not messages:
         raise ValueError("expected at least one message, got none; send what the user said")
     turns: list[_Turn] = []
@@ -203,7 +205,7 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
             turns.append(_Turn("assistant", text, message.get("reasoning_content") or ""))
         elif role == "system":
             form = message.get("response_format")
-            section = "" if form is None else _FORMAT_SECTION % _json(form)
+            section = "" if form is None else "\n\n" + sections.with_schema(_json(form))
             turns.append(_Turn("system", message.get("content") or "", section=section))
         else:
             raise ValueError(

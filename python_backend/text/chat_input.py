@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from engine.chat_sections import ChatSections
 from python_backend.text import chat
 
 # 855,040 tokens, the longest prompt of the released model, are about 4 MB of text.
@@ -58,12 +59,14 @@ class ChatRequest:
             chat.DEFAULT_EFFORT if reasoning_effort is None else _effort(reasoning_effort),
         )
 
-    def render(self) -> str:
+    def render(self, sections: ChatSections = chat.OWN_SECTIONS) -> str:
         """The prompt, special strings included. Those inside a content are special too, as in the
         released encoder. Raises ChatError for turns in an order that cannot be rendered."""
         mode: chat.Mode = "thinking" if self.thinking else "chat"
         try:
-            return chat.render(self.messages, mode=mode, effort=self.effort, tools=self.tools)
+            return chat.render(
+                self.messages, mode=mode, effort=self.effort, tools=self.tools, sections=sections
+            )
         except RecursionError:
             raise _too_deep("arguments and tools") from None
         except ValueError as error:

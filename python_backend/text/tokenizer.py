@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from engine.chat_sections import ChatSections
 from engine.directory import TOKENIZER_CONFIG_NAME
 from python_backend.text import chat
 from python_backend.text.detokenizer import Detokenizer
@@ -31,8 +32,16 @@ class TokenizerError(ValueError):
 class TextTokenizer:
     """Reads once, then may be used from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, bos_id: int | None = None) -> None:
-        """`bos_id` starts every encoded text, None adds nothing."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        bos_id: int | None = None,
+        sections: ChatSections = chat.OWN_SECTIONS,
+    ) -> None:
+        """`bos_id` starts every encoded text, None adds nothing. `sections` are what conversations
+        for this tokenizer's model are rendered with."""
+        self.sections = sections
         self._tokenizer = tokenizer
         self._token_bytes = _token_bytes(tokenizer, vocab_size)
         self._bos_id = bos_id
@@ -40,9 +49,10 @@ class TextTokenizer:
     @staticmethod
     def from_file(path: Path, vocab_size: int, bos_token_id: int) -> TextTokenizer:
         """Reads tokenizer.json, and from tokenizer_config.json beside it whether texts start with
-        the begin token (`add_bos_token`; no file: they do not).
+        the begin token (`add_bos_token`; no file: they do not), and chat_sections.json.
 
-        Raises TokenizerError for a file that is not a byte-level tokenizer of this model.
+        Raises TokenizerError for a file that is not a byte-level tokenizer of this model,
+        ConfigError for chat_sections.json.
         """
         try:
             tokenizer = Tokenizer.from_file(str(path))
@@ -64,7 +74,8 @@ class TextTokenizer:
                 f"{path}, got {size}; use the tokenizer.json that was released with the model"
             )
         bos_id = bos_token_id if _adds_bos(path.with_name(TOKENIZER_CONFIG_NAME)) else None
-        return TextTokenizer(tokenizer, vocab_size, bos_id)
+        sections = ChatSections.read(path.parent) or chat.OWN_SECTIONS
+        return TextTokenizer(tokenizer, vocab_size, bos_id, sections)
 
     def encode(self, text: str) -> Int32Array:
         """Ids of `text`, int32 [n]. Special strings in it become special tokens; a text that brings

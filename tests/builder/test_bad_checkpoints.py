@@ -267,10 +267,30 @@ def test_tokenizer_of_another_model(checkpoint: Path, refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
-@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "tokenizer_config.json", "chat_sections.json"]
+)
 def test_damaged_companion(checkpoint: Path, refused: Refused, name: str, text: str) -> None:
     (checkpoint / name).write_bytes(text.encode(errors="surrogateescape"))
     refused(name, "JSON")
+
+
+@pytest.mark.parametrize(
+    ("tools", "response_format", "mention"),
+    [
+        ("no place", "{schema}", "with {schemas} in it once"),
+        ("{schemas}", "{schema} {schema}", "with {schema} in it once"),
+        ("{schemas}", None, "expected response_format of"),
+    ],
+)
+def test_chat_sections_without_their_places(
+    checkpoint: Path, refused: Refused, tools: object, response_format: object, mention: str
+) -> None:
+    path = checkpoint / "chat_sections.json"
+    path.write_text(json.dumps({"tools": tools, "response_format": response_format}))
+    refused(mention, f"{path} to be a text with")
+    path.write_text(json.dumps({"tools": "{schemas}"}))
+    refused(f"a JSON object of tools and response_format in {path}")
 
 
 def test_engine_given_as_checkpoint(
@@ -360,7 +380,7 @@ def test_nothing_is_kept_of_what_never_began(
     "name",
     [
         "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
-        "generation_config.json",
+        "generation_config.json", "chat_sections.json",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("text", [b"\xff\xfe{\x00", b"[" * 100_000, b""])

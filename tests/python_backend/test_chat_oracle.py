@@ -1,12 +1,13 @@
 """The chat format against vLLM's encoder of it, where vLLM is installed.
 
-Only the words of the two sections differ, which are this project's own: the oracle's are put in
-their place, and then every text must be equal.
+Only the words of the two sections differ, which are this project's own: the oracle's are given as a
+checkpoint gives them, in chat_sections.json, and then every text must be equal.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.chat_sections import CHAT_SECTIONS_NAME, ChatSections
 from python_backend.text import chat
 
 
@@ -85,23 +87,31 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     return [*messages, draw(USER)] if messages[-1]["role"] == "assistant" else messages
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _oracles_words() -> Any:
+@pytest.fixture(scope="module")
+def oracles_words(tmp_path_factory: pytest.TempPathFactory) -> ChatSections:
     assert ORACLE is not None
-    tools = ORACLE.render_tools([]).replace("%", "%%")
+    tools = ORACLE.render_tools([])
     place = "### Available Tool Schemas\n\n"
     assert tools.count(place) == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "_TOOLS_SECTION", tools.replace(place, f"{place}%s"))
-        section = ORACLE.response_format_template.replace("{schema}", "%s")
-        patch.setattr(chat, "_FORMAT_SECTION", f"\n\n{section}")
-        yield
+    texts = {
+        "tools": tools.replace(place, place + "{schemas}"),
+        "response_format": ORACLE.response_format_template,
+    }
+    directory = tmp_path_factory.mktemp("checkpoint")
+    (directory / CHAT_SECTIONS_NAME).write_text(json.dumps(texts))
+    sections = ChatSections.read(directory)
+    assert sections is not None
+    return sections
 
 
 @settings(max_examples=300, deadline=None)
 @given(conversations(), TOOLS, st.sampled_from(["chat", "thinking"]), st.integers(1, 100))
 def test_every_conversation_has_the_oracles_text(
-    messages: list[dict[str, Any]], tools: list[Any], mode: chat.Mode, effort: int
+    oracles_words: ChatSections,
+    messages: list[dict[str, Any]],
+    tools: list[Any],
+    mode: chat.Mode,
+    effort: int,
 ) -> None:
     assert ORACLE is not None
     given = list(messages)
@@ -110,7 +120,8 @@ def test_every_conversation_has_the_oracles_text(
             given.insert(0, {"role": "system", "content": ""})
         given[0] = {**given[0], "tools": tools}
     expected = ORACLE.encode_messages(given, mode, reasoning_effort=effort)
-    assert chat.render(messages, mode=mode, effort=effort, tools=tools) == expected
+    ours = chat.render(messages, mode=mode, effort=effort, tools=tools, sections=oracles_words)
+    assert ours == expected
 
 
 def test_levels_of_effort() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from builder.cli import main as build
 from client import Chat, DeploymentError, FinishReason, GenerateRequest, GrpcClient, HttpClient
 from client.chat import converse
 from client.cli import main
+from engine.chat_sections import CHAT_SECTIONS_NAME, ChatSections
 from examples.tinyflash import evaluate
 from examples.tinyflash.arithmetic import heldout_arithmetic
 from examples.tinyflash.tokenizer import TOKENIZER_FILE, encoder
@@ -33,6 +35,7 @@ from tests.server.deployment import MODEL, ROOT, Deployment, add_tensor
 pytestmark = pytest.mark.server
 
 PAGE = 32  # two windows of 16
+SECTIONS = ChatSections("Of these:\n{schemas}\n{}", "As {schema} says.")
 LONG = "Please count the red and the green lamps along the harbor road, one after the other. " * 4
 CALL = {"id": "x", "function": {"name": "lookup", "arguments": {"entity": "Harbor Lamp"}}}
 CONVERSATIONS: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
@@ -54,6 +57,13 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
         ],
         {"tools": TOOLS},
     ),
+    (
+        [
+            {"role": "system", "content": LONG, "response_format": {"type": "string"}},
+            {"role": "user", "content": "Now."},
+        ],
+        {},
+    ),
 ]
 
 
@@ -64,6 +74,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ROOT / "examples" / "tinyflash" / "config.json"
     made = ["init", f"--config={config}", f"--output_dir={checkpoint}"]
     assert build([*made, f"--tokenizer={TOKENIZER_FILE}"]) == 0
+    (checkpoint / CHAT_SECTIONS_NAME).write_text(json.dumps(asdict(SECTIONS)))
     assert build(["engine", f"--checkpoint_dir={checkpoint}", f"--output_dir={engine}"]) == 0
     return engine
 
@@ -94,12 +105,13 @@ def test_messages_are_the_renderers_ids(
     grpc: GrpcClient, http: HttpClient, messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> None:
     """The ids find every whole page that the messages left in the prefix cache, so they are equal;
-    both protocols."""
+    both protocols. The sections have the checkpoint's words."""
     text = chat.render(
         messages,
         mode="thinking" if options.get("thinking") else "chat",
         effort=options.get("reasoning_effort", chat.DEFAULT_EFFORT),
         tools=options.get("tools", ()),
+        sections=SECTIONS,
     )
     ids = encoder().encode(text)
     assert len(ids) > 2 * PAGE
