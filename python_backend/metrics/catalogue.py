@@ -1,7 +1,7 @@
 """Every metric that the server shows: name, kind, meaning, and where its value comes from.
 
-Names and meanings are vLLM's with the prefix `dsv41_`, so that dashboards carry over; what only
-this model has (replayed, trimmed, dropped) is named beside them. docs/operations.md has the table.
+Names and meanings are vLLM's with the prefix `dsv41_`, labels are not; what only this model has
+(replayed, trimmed, dropped) is named beside them. docs/operations.md has the table.
 """
 
 from __future__ import annotations
@@ -208,6 +208,11 @@ LATENCIES = (
 TOKENS = (
     _counter(
         "dsv41_prompt_tokens_total", "Prompt tokens of all requests", lambda s: s.num_prompt_tokens
+    ),
+    _counter(
+        "dsv41_prompt_tokens_cached_total",
+        "Prompt tokens that were adopted from the prefix cache",
+        lambda s: s.num_cached_tokens,
     ),
     _counter("dsv41_generation_tokens_total", "Tokens of answers", lambda s: s.num_output_tokens),
     _counter(

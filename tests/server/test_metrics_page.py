@@ -110,7 +110,7 @@ def test_every_number_of_a_known_load(server: Deployment) -> None:
     assert more["request_success_total stop"] == more["request_success_total error"] == 0
     assert more["admission_rejections_total invalid_argument"] == 1
     assert more["prompt_tokens_total"] == more["prefix_cache_queries_total"] == 3 * 68
-    assert more["prefix_cache_hits_total"] == 2 * 64
+    assert more["prefix_cache_hits_total"] == more["prompt_tokens_cached_total"] == 2 * 64
     # One window of 8 after each of two hits.
     assert more["replayed_rows_total"] == 16
     # A cold prompt of 68 runs 8 rows through the decoder, the others start at row 56 and run 8.
