@@ -7,7 +7,7 @@ from llguidance import LLParserLimits
 COMPILE_SECONDS = 2.0  # of processor time
 COMPILE_BYTES = 256 << 20
 COMPILE_STACK_BYTES = 4 << 20
-# Of one mask, and what a request's lexer keeps: about 10 ms at the worst, and 50 MB.
+# Of one mask, and what a request's lexer keeps: about 20 ms of a core at the worst, and 50 MB.
 PARSER_LIMITS = LLParserLimits(
     step_lexer_fuel=100_000,
     step_max_items=50_000,
