@@ -102,6 +102,43 @@ def test_an_error_in_mid_stream_ends_it(api: openai.OpenAI) -> None:
     assert came == "abc"
 
 
+def test_the_cause_of_every_5xx_is_logged_and_of_nothing_else(
+    proxy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whole, in mid-stream, where nobody has room, and what no rule foresaw; never the prompt."""
+
+    def asked(text: str, **more: Any) -> dict[str, Any]:
+        return {"model": MODEL, "messages": user(text), **more}
+
+    def logged() -> list[str]:
+        said = [r.getMessage() + (r.exc_text or "") for r in caplog.records]
+        assert not any("secret" in line for line in said)
+        caplog.clear()
+        return said
+
+    for stream in (False, True):
+        raw(proxy, CHAT, asked("[error_after_three]secret", stream=stream))
+        assert logged() == ["500 internal: asked to fail after three tokens"]
+    post(proxy, CHAT, asked("[queue_full]secret"))
+    assert logged() == ["503 unavailable: no room in the queue"]
+    post(proxy, CHAT, asked("secret", n=129))
+    assert logged() == []
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("nobody thought of this")
+
+    monkeypatch.setattr("client.openai.app.merged", fails)
+    status, _, made = post(proxy, CHAT, asked("secret"))
+    assert (status, made["error"]["code"]) == (500, "internal")
+    assert "its log has the cause" in made["error"]["message"]
+    deadline = time.monotonic() + 5
+    while not caplog.records:  # it comes behind the answer
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (line,) = logged()
+    assert "nobody thought of this" in line
+
+
 def test_paths_and_types_of_others(proxy: str) -> None:
     assert get(proxy, "/v1/nothing")[0] == 404
     status, _, body = get(proxy, CHAT)
