@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,20 @@ class Deployment:
         *options: str,
         root: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        ports: Sequence[int] = (),
     ) -> None:
-        """`root`: another project folder than this one, with an environment .venv in it."""
+        """`root`: another project folder than this one, with an environment .venv in it. `ports`:
+        for HTTP, gRPC and metrics."""
         python = str(root / ".venv" / "bin" / "python") if root else sys.executable
-        self.http, self.grpc, self.metrics = free_ports(3)
-        ports = [f"--http-port={self.http}", f"--grpc_port={self.grpc}"]
+        self.http, self.grpc, self.metrics = ports = ports or free_ports(3)
+        self.again = partial(
+            Deployment, engine, *options, root=root, environment=environment, ports=ports
+        )  # the same command once more, as a supervisor starts it
+        listens = [f"--http-port={self.http}", f"--grpc_port={self.grpc}"]
         self.process = subprocess.Popen(
             [
                 *(python, "-m", "python_backend.launcher"),
-                *("--engine", str(engine), *ports, f"--metrics-port={self.metrics}", *options),
+                *("--engine", str(engine), *listens, f"--metrics-port={self.metrics}", *options),
             ],
             cwd=root or ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.server.deployment import GOLDEN, PROMPT, Deployment, RefusedError, shared_memory
+from tests.server.deployment import (
+    GOLDEN,
+    PROMPT,
+    STUB,
+    Deployment,
+    RefusedError,
+    joined,
+    shared_memory,
+)
 
 pytestmark = pytest.mark.server
 
@@ -130,3 +138,33 @@ def test_sigterm_in_a_step(server: Deployment) -> None:
     assert ends(server, "cut") == ["error"]
     assert server.said[-1] == "dsv41-serve: stopped"
     assert server.region not in shared_memory()
+
+
+def test_a_new_server_after_a_crash_and_a_drain_that_lets_answers_end(
+    engine: Path, tmp_path: Path
+) -> None:
+    """As a supervisor starts it again: the same command on the same ports. Then SIGTERM in the
+    first of the 24 steps of an answer, which ends whole."""
+    crashed = Deployment.with_faults(
+        engine, tmp_path, "--drain-seconds=30", fault_token=FAULT, slow_token=SLOW
+    ).wait_until_ready()
+    try:
+        whole = crashed.generate(**slow(2, max_tokens=24))["output_ids"]
+        crashed.child(STUB).kill()
+        assert crashed.wait() == 1
+    finally:
+        crashed.end()
+    server = crashed.again().wait_until_ready()
+    try:
+        stream = server.stream("ends", **slow(2, max_tokens=24, stream=True))
+        wait_for_a_step(server)
+        server.process.terminate()
+        while not server.events("draining"):
+            assert not ends(server, "ends")
+            time.sleep(0.01)
+        assert joined(list(stream))[1] == whole
+        assert server.wait() == 0
+        assert ends(server, "ends") == ["length"]
+        assert server.said[-1] == "dsv41-serve: stopped"
+    finally:
+        server.end()
