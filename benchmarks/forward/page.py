@@ -51,11 +51,11 @@ def _replay(row: Row) -> list[str]:
 
 
 def _decode(row: Row) -> list[str]:
-    growth = f"{100 * row['growth']:.1f} %" if "growth" in row else ""
-    ratio = row["gpu_ms"] / row["floor_ms"]
-    times = f"{row['served_ms']:.2f}", f"{row['gpu_ms']:.2f}", f"{row['floor_ms']:.2f}"
-    launches = f"{row['launches']:,}", f"{row['launches_per_layer']:.1f}"
-    return [f"`{row['case']}`", *times, f"{ratio:.2f}", growth, *launches]
+    cells = [f"`{row['case']}`", f"{row['floor_ms']:.2f}"]
+    for ms, grown in (("served_ms", "served_growth"), ("gpu_ms", "growth")):
+        growth = f"{100 * row[grown]:.1f} %" if grown in row else ""
+        cells += [f"{row[ms]:.2f}", f"{row[ms] / row['floor_ms']:.2f}", growth]
+    return [*cells, f"{row['launches']:,}", f"{row['launches_per_layer']:.1f}"]
 
 
 def _engram(row: Row) -> list[str]:
@@ -112,8 +112,8 @@ TABLES = {
         _replay,
     ),
     "decode": (
-        ["step", "served, ms", "one graph, ms", "floor, ms", "÷ floor", "growth", "launches",
-         "a layer"],
+        ["step", "floor, ms", "served, ms", "÷ floor", "growth", "one graph, ms", "÷ floor",
+         "growth", "launches", "a layer"],
         _decode,
     ),
     "engram": (["tables in the memory of the", "step", "served, ms", "one graph, ms"], _engram),

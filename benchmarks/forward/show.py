@@ -95,12 +95,13 @@ def decode_rows(network: Network, device: str) -> Iterator[Row]:
     """All are timed before the first is profiled: see steps.launches."""
     timed: list[Row] = []
     for cases, limits, pools in _decode_sets(network, device):
-        base = None
+        first: Row = {}
         for case in cases:
             made = measure(case, network, pools, limits, device=device, graphs=True)
             if case.text in DECODE:
-                base = base or made["gpu_ms"]
-                made["growth"] = round(made["gpu_ms"] / base - 1, 4)
+                first = first or made
+                for name, ms in (("growth", "gpu_ms"), ("served_growth", "served_ms")):
+                    made[name] = round(made[ms] / first[ms] - 1, 4)
             timed.append(made)
         del pools
     rows = iter(timed)

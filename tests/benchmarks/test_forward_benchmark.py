@@ -212,7 +212,7 @@ def test_every_step_is_timed_before_the_first_is_profiled(monkeypatch: pytest.Mo
 
     def measure(case: Case, *_: object, **__: object) -> dict[str, Any]:
         done.append(f"time {case.name}")
-        return {"case": case.text, "gpu_ms": 8.0 + len(done)}
+        return {"case": case.text, "gpu_ms": 8.0 + len(done), "served_ms": 18.0 + 2 * len(done)}
 
     def launched(case: Case, *_: object) -> dict[str, Any]:
         done.append(f"profile {case.name}")
@@ -227,4 +227,5 @@ def test_every_step_is_timed_before_the_first_is_profiled(monkeypatch: pytest.Mo
     assert done == [f"{what} {name}" for what in ("time", "profile") for name in names]
     assert [row["case"].partition("=")[0] for row in rows] == names
     assert [row.get("growth") for row in rows[:6]] == [0.0, 0.1111, 0.2222, 0.3333, 0.4444, None]
+    assert [row.get("served_growth") for row in rows[:6]] == [0.0, 0.1, 0.2, 0.3, 0.4, None]
     assert {row["launches_per_layer"] for row in rows} == {2.5}
