@@ -322,11 +322,16 @@ def accounts(
             f"{len(traffic.outcomes)} requests were sent, {unseen} left before the server took "
             f"them, {least} at least should be in its counters, {counted} are"
         )
-    of_traffic = (event for o in traffic.outcomes for event in ends.get(o.request_id, []))
-    logged = Counter(event.get("finish_reason") for event in of_traffic)
+    # A log line is of all answers to a prompt, so that reasons are compared where there is one.
+    single = (e for o in traffic.outcomes if o.kind != "many" for e in ends.get(o.request_id, []))
+    logged = Counter(event.get("finish_reason") for event in single)
     for reason in ("stop", "length"):
-        if (shown := by_reason[reason]) != logged[reason]:
-            problems.append(f"{reason}: {shown} in the counters, {logged[reason]} in the log")
+        more_of_many = by_reason[reason] - logged[reason]
+        if not 0 <= more_of_many <= MANY * whole.total():
+            problems.append(f"{reason}: {by_reason[reason]} counted, {logged[reason]} in the log")
+    of_many = sum(by_reason[reason] - logged[reason] for reason in ("stop", "length"))
+    if not MANY * whole[True] <= of_many <= MANY * whole[True] + (MANY - 1) * whole[False]:
+        problems.append(f"{of_many} answers to {whole[True]} prompts with {MANY} each are counted")
     if more["dsv41_failed_steps_total"] == 0 and any(o.kind == "fault" for o in traffic.outcomes):
         problems.append("no step failed, though faults were ordered")
     return {
