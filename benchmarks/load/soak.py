@@ -5,8 +5,8 @@
 Workers send requests of every kind at once: answers to read to the end, streams that are cancelled,
 connections that are closed, slow readers, deadlines that pass, guided answers, several answers to
 one prompt, log probabilities of prompts, bad inputs, requests over capacity, storms of cancelled
-requests, steps whose executor fails. In rounds: after each, traffic rests until
-the server is empty, and what it holds is written down. The run passes when
+requests, steps whose executor fails. In rounds: after each, traffic rests until the server is
+empty, and what it holds is written down. The run passes when
 
 - every request ended as its kind allows, for the client and, by its id, exactly once in the log;
 - the server's own counters add up to what was sent;
@@ -134,11 +134,9 @@ class Traffic:
         text = {"type": "string", "maxLength": self._rng.randint(1, 60)}
         schema = {"type": "object", "properties": {"answer": text}, "required": ["answer"]}
         values = self._ids(self._rng.randint(1, 100)) | self._options()
-        guide = {
-            "guided_decoding_guide_type": "json_schema",
-            "guided_decoding_guide": json.dumps(schema),
-        }
-        await self._send(channel, "guided", values | guide)
+        guide = json.dumps(schema)
+        values |= {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": guide}
+        await self._send(channel, "guided", values)
 
     async def many(self, channel: grpc.aio.Channel) -> None:
         """Prompts of less than a page, whose answers start together, and longer ones."""
@@ -174,13 +172,8 @@ class Traffic:
         await self._send(channel, "bad", values, allowed={"invalid_argument"}, only=True)
 
     async def over_capacity(self, channel: grpc.aio.Channel) -> None:
-        await self._send(
-            channel,
-            "over capacity",
-            self._ids(3000) | {"max_tokens": 1000},
-            allowed={"over_capacity"},
-            only=True,
-        )
+        values = self._ids(3000) | {"max_tokens": 1000}
+        await self._send(channel, "over capacity", values, allowed={"over_capacity"}, only=True)
 
     async def storm(self, channel: grpc.aio.Channel) -> None:
         """Many at once, all cancelled; a few storms together fill the queue."""
