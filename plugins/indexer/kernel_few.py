@@ -20,7 +20,7 @@ _WIDE = tl.constexpr(512)
 def _score_tile(
     loaded, queries, weights, out, num_columns, start, beyond, num_visible, mine, stop,
     TILE: tl.constexpr, WARPS: tl.constexpr, BATCH: tl.constexpr, HEADS: tl.constexpr,
-    WIDEN: tl.constexpr, CANDIDATES: tl.constexpr, MASKED: tl.constexpr,
+    WIDEN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store what rows `mine` of the first batch and those of the others score of a loaded tile,
     −inf of keys that are not there; of those that a row does not see, too, where MASKED."""
@@ -37,9 +37,8 @@ def _score_tile(
         )
         shown, stored = kept, writes & (row < stop)
         if MASKED:
-            if not CANDIDATES:
-                seen = tl.load(num_visible + row, mask=row < stop, other=0)
-                shown = shown & (start + place < seen)
+            seen = tl.load(num_visible + row, mask=row < stop, other=0)
+            shown = shown & (start + place < seen)
             stored = stored & (start + place < beyond)
         score = tl.where(shown, score, float("-inf"))
         tl.store(out + batch * BATCH * num_columns, score, mask=stored)
@@ -49,14 +48,14 @@ def _score_tile(
 def score_few_rows(
     codes, weights, data, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
     key_slots, slots_stride, PER_PAGE: tl.constexpr, num_keys, request, num_visible,
-    scores, num_columns, num_rows, groups, blocks, blocks_stride, BLOCK: tl.constexpr,
-    SHARING: tl.constexpr, SPAN: tl.constexpr, BATCH: tl.constexpr, HEADS: tl.constexpr,
-    TILE: tl.constexpr, WARPS: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    scores, num_columns, num_rows, groups, SHARING: tl.constexpr, SPAN: tl.constexpr,
+    BATCH: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr,
+    WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program's even share of the tiles of all groups of SHARING rows; see column_slots."""
+    """A program's even share of the tiles of all groups of SHARING rows."""
     # By two tiles, so that a lone row's next keys stay in their registers.
-    UNROLL: tl.constexpr = 2 if (SHARING == 1) & (BLOCK == 0) else 1
-    WHOLE: tl.constexpr = (BLOCK == 0) & (PER_PAGE % TILE == 0) & (ROWS % PER_PAGE == 0)
+    UNROLL: tl.constexpr = 2 if SHARING == 1 else 1
+    WHOLE: tl.constexpr = (PER_PAGE % TILE == 0) & (ROWS % PER_PAGE == 0)
     of_group = tl.cdiv(num_columns, TILE)
     # The first programs have a tile more, where they do not divide evenly.
     total, program, programs = of_group * groups, tl.program_id(0), tl.num_programs(0)
@@ -74,18 +73,13 @@ def score_few_rows(
         while row < end:
             owner, stop, most, fewest = segment(request, num_visible, row, end, num_keys, SPAN)
             pages = key_slots + owner * slots_stride
-            named = blocks + row.to(tl.int64) * blocks_stride
             # The next tile's keys, and the slots of the one behind it, are on their way meanwhile.
-            limit = most if BLOCK > 0 else tl.minimum(most, beyond)
-            slots = column_slots(
-                pages, begin, limit, named, beyond, TILE, WARPS, PER_PAGE, WHOLE, BLOCK
-            )
+            limit = tl.minimum(most, beyond)
+            slots = column_slots(pages, begin, limit, TILE, WARPS, PER_PAGE, WHOLE)
             loaded = load_keys(
                 data, slots, begin, page_stride, TILE, WARPS, ROWS, ROW, PER_PAGE, WHOLE
             )
-            slots = column_slots(
-                pages, begin + TILE, limit, named, beyond, TILE, WARPS, PER_PAGE, WHOLE, BLOCK
-            )
+            slots = column_slots(pages, begin + TILE, limit, TILE, WARPS, PER_PAGE, WHOLE)
             if EARLY:
                 tl.extra.cuda.gdc_wait()
             queries, shares = (), ()
@@ -99,8 +93,7 @@ def score_few_rows(
             mine = row + batch_row
             out = scores + (mine.to(tl.int64) * num_columns + begin + place)
             # Tiles that all rows see need no mask; behind the last that one sees there is nothing.
-            full = beyond if BLOCK > 0 else tl.minimum(fewest, beyond)
-            seen = beyond if BLOCK > 0 else limit
+            full = tl.minimum(fewest, beyond)
             start = begin
             for _tile in tl.range(
                 tl.maximum(full - begin, 0) // TILE, num_stages=1, loop_unroll_factor=UNROLL
@@ -110,27 +103,23 @@ def score_few_rows(
                 loaded = load_keys(
                     data, slots, start, page_stride, TILE, WARPS, ROWS, ROW, PER_PAGE, WHOLE
                 )
-                slots = column_slots(
-                    pages, start + TILE, limit, named, beyond, TILE, WARPS, PER_PAGE, WHOLE, BLOCK
-                )
+                slots = column_slots(pages, start + TILE, limit, TILE, WARPS, PER_PAGE, WHOLE)
                 _score_tile(
                     now, queries, shares, out, num_columns, start, beyond, num_visible, mine, stop,
-                    TILE, WARPS, BATCH, HEADS, WIDEN, BLOCK > 0, False,
+                    TILE, WARPS, BATCH, HEADS, WIDEN, False,
                 )  # fmt: skip
                 out += TILE
-            while start < seen:
+            while start < limit:
                 _score_tile(
                     loaded, queries, shares, out, num_columns, start, beyond, num_visible, mine,
-                    stop, TILE, WARPS, BATCH, HEADS, WIDEN, BLOCK > 0, True,
+                    stop, TILE, WARPS, BATCH, HEADS, WIDEN, True,
                 )  # fmt: skip
                 start += TILE
                 out += TILE
                 loaded = load_keys(
                     data, slots, start, page_stride, TILE, WARPS, ROWS, ROW, PER_PAGE, WHOLE
                 )
-                slots = column_slots(
-                    pages, start + TILE, limit, named, beyond, TILE, WARPS, PER_PAGE, WHOLE, BLOCK
-                )
+                slots = column_slots(pages, start + TILE, limit, TILE, WARPS, PER_PAGE, WHOLE)
             for unseen in tl.range(row, stop, num_stages=1):
                 into = scores + tl.cast(unseen, tl.int64) * num_columns
                 for first in tl.range(start, beyond, _WIDE, num_stages=1):

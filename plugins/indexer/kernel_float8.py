@@ -1,7 +1,8 @@
 """Index scores by E4M3 products, for FP4 keys of 128 values; docs/kernels/indexer.md says why.
 
 Few rows of a request keep their queries and run over keys (kernel_few.py); many rows keep a tile of
-keys and run over queries (kernel_many.py).
+keys and run over queries (kernel_many.py). A row with candidates runs over their blocks alone
+(kernel_blocks.py).
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -14,6 +15,7 @@ import triton
 
 from plugins.device.launch import INTERPRETED, limits, padded, unit_stride
 from plugins.device.rows import DeviceRows
+from plugins.indexer.kernel_blocks import score_blocks
 from plugins.indexer.kernel_few import score_few_rows
 from plugins.indexer.kernel_many import score_many_rows
 from plugins.indexer.kernel_rows import pack_queries
@@ -24,6 +26,12 @@ from plugins.indexer.slots import PagedSlots
 _FEW, _FEW_TILE, _RUN, _RUNS = 6, 64, 24, 96
 _MANY, _MANY_TILE, _STAGES = 456, 128, 4
 _WARPS = 4
+
+
+def _run_of_candidates(tiles: int, multiprocessors: int) -> int:
+    """Tiles of one program: at most eight, fewer where a multiprocessor would have less than four
+    programs."""
+    return min(8, -(-tiles // (4 * multiprocessors)))
 
 
 def scores_float8(
@@ -61,7 +69,20 @@ def scores_float8(
         *stored.arguments(), first, first.stride(0), slots.rows_per_page, slots.count,
         request, num_visible,
     )  # fmt: skip
-    each = 1 if blocks is not None else -(-num_rows // max(slots.shape[0], 1))
+    device = limits(queries.device)
+    of_row = triton.cdiv(num_columns, _FEW_TILE)
+    if blocks is not None:
+        run = _run_of_candidates(num_rows * of_row, device.multiprocessors)
+        if device.warp_groups and run > 1:
+            options["maxnreg"] = 72
+        blocks = unit_stride(blocks)
+        score_blocks[(triton.cdiv(of_row, run), num_rows)](
+            codes, weights, *of_keys, scores, num_columns, run, blocks, blocks.stride(0),
+            block_size, padded_heads, _FEW_TILE, _WARPS, INTERPRETED, early, run == 1,
+            num_warps=_WARPS, **options,
+        )  # fmt: skip
+        return
+    each = -(-num_rows // max(slots.shape[0], 1))
     if each > 2 * _FEW:
         sharing = min(_MANY, padded(each))
         score_many_rows[(triton.cdiv(num_columns, _MANY_TILE), triton.cdiv(num_rows, sharing))](
@@ -70,10 +91,9 @@ def scores_float8(
         )  # fmt: skip
         return
     sharing = -(-each // -(-each // _FEW))
-    groups, of_row = triton.cdiv(num_rows, sharing), triton.cdiv(num_columns, _FEW_TILE)
+    groups = triton.cdiv(num_rows, sharing)
     tiles = groups * of_row
-    device = limits(queries.device)
-    registers = 168 if sharing > 1 else 80 if blocks is not None else 64
+    registers = 168 if sharing > 1 else 64
     if not device.warp_groups:
         registers = max(registers, 72)
     if not INTERPRETED:
@@ -82,11 +102,8 @@ def scores_float8(
     at_once = 512 // registers * device.multiprocessors
     run = _RUN if sharing == 1 else _RUNS
     programs = triton.cdiv(tiles, at_once * run) * at_once
-    if blocks is not None:
-        programs = max(triton.cdiv(tiles, 2), at_once)
-    named = scores if blocks is None else unit_stride(blocks)
     score_few_rows[(min(tiles, programs),)](
         codes, weights, *of_keys, scores, num_columns, num_rows, groups,
-        named, named.stride(0), block_size, sharing, padded(sharing, 1), min(sharing, 2),
-        padded_heads, _FEW_TILE, _WARPS, INTERPRETED, early, num_warps=_WARPS, **options,
+        sharing, padded(sharing, 1), min(sharing, 2), padded_heads, _FEW_TILE, _WARPS, INTERPRETED,
+        early, num_warps=_WARPS, **options,
     )  # fmt: skip

@@ -56,33 +56,32 @@ def quarter():
 
 
 @triton.jit
+def slots_of(pages, entry, read, PER_PAGE: tl.constexpr):
+    """int32 slots of the entries of a request's `pages` where `read`, −1 where there is none."""
+    # Of int64 the lower half: slots fit, and −1 is −1.
+    halves = pages.to(tl.pointer_type(tl.int32), bitcast=True)
+    slot = tl.load(halves + 2 * (entry // PER_PAGE), mask=read, other=-1)
+    if PER_PAGE > 1:
+        slot = tl.where(slot >= 0, slot + entry % PER_PAGE, -1)
+    return slot
+
+
+@triton.jit
 def column_slots(
-    first, start, visible, blocks, num_columns, TILE: tl.constexpr, WARPS: tl.constexpr,
-    PER_PAGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    pages, start, visible, TILE: tl.constexpr, WARPS: tl.constexpr, PER_PAGE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """int32 [4, 8, WARPS, 2, RUNS] slots of a tile's columns, −1 where there is none. WHOLE: a tile
+    """int32 [4, 8, WARPS, 2, RUNS] slots of a tile's entries, −1 where there is none. WHOLE: a tile
     lies in one page, and that page's first slot is enough; of a tile that nobody sees, another's.
 
-    `first` are the pages of one request. Column j is entry j, or, with BLOCK, entry j % BLOCK of
-    the block that `blocks` names at j // BLOCK."""
-    # Of int64 the lower half: slots fit, and −1 is −1.
-    halves = first.to(tl.pointer_type(tl.int32), bitcast=True)
+    `pages` are those of one request."""
     if WHOLE:
+        halves = pages.to(tl.pointer_type(tl.int32), bitcast=True)
         # No mask: it would cost each of the tile's loads an instruction or two.
         slot = tl.load(halves + 2 * (tl.minimum(start, tl.maximum(visible, 1) - 1) // PER_PAGE))
     else:
-        column = start + places(TILE, WARPS, 2)
-        if BLOCK > 0:
-            block = tl.load(blocks + column // BLOCK, mask=column < num_columns, other=-1)
-            block = block.to(tl.int32)
-            entry = block * BLOCK + column % BLOCK
-            read = (block >= 0) & (entry < visible)
-        else:
-            entry = column
-            read = column < visible
-        slot = tl.load(halves + 2 * (entry // PER_PAGE), mask=read, other=-1)
-        if PER_PAGE > 1:
-            slot = tl.where(slot >= 0, slot + entry % PER_PAGE, -1)
+        entry = start + places(TILE, WARPS, 2)
+        slot = slots_of(pages, entry, entry < visible, PER_PAGE)
     return slot
 
 

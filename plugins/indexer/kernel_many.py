@@ -52,7 +52,7 @@ def score_many_rows(
         batches = tl.cdiv(stop - row, _BATCH)
         computed = tl.where(start < most, batches, 0)
         pages = key_slots + owner * slots_stride
-        slots = column_slots(pages, start, most, pages, num_keys, TILE, WARPS, PER_PAGE, WHOLE, 0)
+        slots = column_slots(pages, start, most, TILE, WARPS, PER_PAGE, WHOLE)
         there, e, w0, w1, w2, w3 = load_keys(
             data, slots, start, page_stride, TILE, WARPS, ROWS, ROW, PER_PAGE, WHOLE
         )

@@ -25,6 +25,7 @@ from plugins.device.ahead import compile_kernel
 from plugins.device.launch import Limits
 from plugins.engram import kernel as engram
 from plugins.indexer import kernel as indexer
+from plugins.indexer import kernel_blocks as index_blocks
 from plugins.indexer import kernel_candidates as candidates
 from plugins.indexer import kernel_few as index_few
 from plugins.indexer import kernel_many as index_many
@@ -59,7 +60,7 @@ INDEXER = {
     "weight_stride": STRIDE, "data": "*u8", "page_stride": STRIDE, "key_slots": "*i64",
     "slots_stride": STRIDE, "num_keys": STRIDE, "request": "*i64", "num_visible": "*i64",
     "scores": "*fp32", "num_rows": "i32", "num_columns": STRIDE, "blocks": "*i64",
-    "blocks_stride": STRIDE, "codes": "*u8", "weights": "*fp32", "groups": "i32",
+    "blocks_stride": STRIDE, "codes": "*u8", "weights": "*fp32", "groups": "i32", "tiles": "i32",
 }  # fmt: skip
 SELECT = {
     "scores": "*fp32", "row_stride": STRIDE, "columns": "*i32", "num_columns": STRIDE,
@@ -160,7 +161,7 @@ def engram_kernels(device: Limits) -> Kernels:
 
 def index_float8_kernels() -> Kernels:
     shared = {**INDEX, "PER_PAGE": 64, "HEADS": 32, "WARPS": 4, "WIDEN": False, "EARLY": True}
-    few = {**shared, "BLOCK": 0, "TILE": 64}
+    few = {**shared, "TILE": 64}
     one = {"SHARING": 1, "SPAN": 1, "BATCH": 1}
     return [
         ("index float8", index_few.score_few_rows, INDEXER, {**few, **one}, 4),
@@ -169,8 +170,8 @@ def index_float8_kernels() -> Kernels:
             {**few, "SHARING": 6, "SPAN": 8, "BATCH": 2}, 4,
         ),
         (
-            "index float8 candidates", index_few.score_few_rows, INDEXER,
-            {**few, **one, "BLOCK": 8}, 4,
+            "index float8 candidates", index_blocks.score_blocks, INDEXER,
+            {**few, "BLOCK": 8, "ONE": False}, 4,
         ),
         (
             "index float8 prefill", index_many.score_many_rows, INDEXER,

@@ -86,7 +86,7 @@ def test_packed_pages_of_real_sizes(case: IndexCase) -> None:
 
 
 @pytest.mark.usefixtures("float8")
-@pytest.mark.parametrize("block_size", [4, 8])
+@pytest.mark.parametrize("block_size", [3, 4, 8])
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_candidate_blocks_alone(case: IndexCase, block_size: int) -> None:
     operands, expected = packed_operands(case, 16)
@@ -104,6 +104,29 @@ def test_candidate_blocks_alone(case: IndexCase, block_size: int) -> None:
     entries = (blocks.unsqueeze(-1) * block_size + torch.arange(block_size)).flatten(1)
     entries[(blocks < 0).repeat_interleave(block_size, 1)] = -1  # the last column: always −inf
     compare(ours, np.take_along_axis(everything, entries.numpy(), 1), case)
+
+
+@pytest.mark.usefixtures("float8")
+def test_candidates_do_not_depend_on_the_tiles_of_a_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Six tiles of a row, the last one not whole: one a program, in runs, and all of them."""
+    from plugins.indexer import kernel_float8
+
+    operands, _ = packed_operands(IndexCase("runs", (1, 1), 8, 128, 500), 16)
+    operands["num_visible"].copy_(torch.tensor([500, 270]))
+    draw = torch.Generator().manual_seed(5)
+    blocks = torch.stack([torch.randperm(62, generator=draw)[:45] for _ in range(2)]).to(DEVICE)
+    blocks[1, 20] = -1
+
+    def scored(run: int) -> torch.Tensor:
+        monkeypatch.setattr(kernel_float8, "_run_of_candidates", lambda *_: run)
+        return kernel.candidate_scores(**operands, blocks=blocks, block_size=8)
+
+    alone = scored(1)
+    assert alone.isfinite().sum() > 400
+    for run in (2, 4, 8):
+        assert torch.equal(scored(run), alone)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
