@@ -176,10 +176,10 @@ def test_four_pieces_are_the_operator(load, monkeypatch: pytest.MonkeyPatch) -> 
 RECORDS = [
     {"device": "NVIDIA H200", "commit": "abc1234", "bytes_per_us": 4.2e6,
      "bf16_per_us": 790e6, "float8_per_us": 1490e6},
-    {"op": "gate", "case": "1", "us": 5.0, "state": "cold", "floor_us": 1.0, "peer": "cublas",
-     "peer_us": 10.0, "target_us": 8.0, "correct": True, "compared": 1},
-    {"op": "norm", "case": "64", "us": 2000.0, "state": "L2", "floor_us": 1.0, "peer": None,
-     "peer_us": None, "target_us": None, "correct": False, "compared": 16},
+    {"op": "gate", "case": "1", "us": 5.0, "state": "cold", "spread": 0.0213, "floor_us": 1.0,
+     "peer": "BLAS", "peer_us": 10.0, "target_us": 8.0, "correct": True, "compared": 1},
+    {"op": "norm", "case": "64", "us": 2000.0, "state": "L2", "spread": 0.0, "floor_us": 1.0,
+     "peer": None, "peer_us": None, "target_us": None, "correct": False, "compared": 16},
 ]  # fmt: skip
 
 
@@ -187,8 +187,9 @@ def test_the_table_by_hand(load) -> None:
     head, *rows = load("table").lines(RECORDS)
     assert "NVIDIA H200 at commit abc1234: 4.20 TB/s copied, 790 TFLOP/s" in head
     assert rows == [
-        "| gate | 1 | cold | 5.0 | 1.00 | 0.20 | cublas | 10.0 | 2.00 | 8.0 | 1.60 | yes (1) |",
-        "| norm | 64 | L2 | 2,000.0 | 1.00 | 0.00 |  |  |  |  |  | no (16) |",
+        "| gate | 1 | cold | 5.0 | 2.1% | 1.00 | 0.20 | BLAS | 10.0 | 2.00 | 8.0 | 1.60 "
+        "| yes (1) |",
+        "| norm | 64 | L2 | 2,000.0 | 0.0% | 1.00 | 0.00 |  |  |  |  |  | no (16) |",
     ]
     columns = head.splitlines()[-2].count("|")
     assert [one.count("|") for one in rows] == [columns, columns]
