@@ -34,18 +34,16 @@ def compress(
     if weights.wgate is None:
         ratio, latent = 1, rms_norm(linear(u, weights.wkv), weights.norm, eps)
     else:
-        ratio, latent = (
-            2,
-            pooled_rows(
-                weights.norm,
-                wide_linear_pair(u, weights.wkv, weights.wgate),
-                cache.tail(source),
-                rows.request,
-                rows.is_first,
-                rows.tail_read,
-                rows.tail_write,
-                eps=eps,
-            ),
+        ratio = 2
+        latent = pooled_rows(
+            weights.norm,
+            wide_linear_pair(u, weights.wkv, weights.wgate),
+            cache.tail(source),
+            rows.request,
+            rows.is_first,
+            rows.tail_read,
+            rows.tail_write,
+            eps=eps,
         )
     positions, slots = rows.entry_position[ratio], rows.entry_write[ratio]
     rotated_write(latent, None, positions, inv_freq, cache.main(source), slots, eps=eps)
