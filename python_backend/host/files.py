@@ -91,8 +91,8 @@ class ServerFiles:
         libpython; the repository's model.py imports the code that this process runs.
 
         Left alone, glibc raises the size from which freed memory goes back to the system whenever
-        a larger block is freed, up to 32 MiB, and keeps twice as much: hours after its start a
-        server would hold 50 MB more. With limits of its own it keeps what it holds at first.
+        a larger block is freed, up to 32 MiB, and keeps twice as much: late in a soak a server
+        held 43 MB more. With limits of its own it gives large blocks back.
         """
         library_path = [str(self.libraries)]
         folder = sysconfig.get_config_var("LIBDIR")
