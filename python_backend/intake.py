@@ -12,14 +12,17 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from python_backend import wire
 from python_backend.arrivals import check_sequences
 from python_backend.generation.answer import AnswerText
+from python_backend.grammar.guide import Guide
 from python_backend.logs import fields
 from python_backend.replay import longest_hit
 from python_backend.request import Delta, FinishReason, Request, RequestError
@@ -28,6 +31,9 @@ from python_backend.sequence import AnswerSequence
 from python_backend.service import ServedModel
 from python_backend.text.chat_input import ChatError
 from python_backend.text.tokenizer import TextTokenizer, TokenizerError
+
+if TYPE_CHECKING:
+    from python_backend.grammar.compiler import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +64,6 @@ class Intake:
         sampling = options.resolve(self._encode)
         if options.stop_strings or shown.prompt or shown.token_bytes:
             self._tokenizer()
-        guide = options.guide
-        grammar = None if guide is None else self._model.grammars.compile(guide)
         # Clients choose equal names; the core's are unique.
         key = f"{next(self._keys)}"
         prompt_text = self._spelled(input_ids) if shown.prompt else ""
@@ -108,10 +112,11 @@ class Intake:
                 cache_salt=asked.cache_salt,
                 speculative=asked.speculative,
                 priority=asked.priority,
-                grammar=grammar,
+                grammar=self._grammar(options.guide),
                 receiver_tells_end=True,
             ),
             stream,
+            options.guide,
         )
         if others and not prompt_only and self._can_hit(len(input_ids)):
             stream.begin_others = partial(self._add, others)
@@ -139,7 +144,9 @@ class Intake:
         except RequestError as error:
             self._responder.forget(stream, error)
 
-    def _requests(self, first: Request, stream: ResponseStream) -> Iterator[Request]:
+    def _requests(
+        self, first: Request, stream: ResponseStream, guide: Guide | None
+    ) -> Iterator[Request]:
         """One for each sequence. The prompt is judged once."""
         yield first
         for i, sequence in enumerate(stream.sequences[1:], start=1):
@@ -149,7 +156,11 @@ class Intake:
                 request_id=sequence.key,
                 sampling=replace(first.sampling, seed=seed, prompt_logprobs=None),
                 on_delta=partial(self._responder.deliver, stream, i),
+                grammar=self._grammar(guide),
             )
+
+    def _grammar(self, guide: Guide | None) -> Future[Grammar] | None:
+        return None if guide is None else self._model.grammars.compile(guide)
 
     def _add(self, requests: list[Request]) -> None:
         for request in requests:

@@ -11,7 +11,8 @@ logits with the masks; **the floor**, the same choices without a grammar. With `
 five drafts, all of them allowed, are masked as well.
 
 Compiling: `first_ms` starts the worker process, `new_ms` is a schema that was not seen yet (tried
-out by the worker, then compiled), `again_ms` one that was; `begin_us` is a request entering a slot.
+out by the worker, then compiled), `again_ms` one that was, compiled for one more answer; `begin_us`
+is a request entering a slot.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import statistics
 import sysconfig
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -105,8 +107,10 @@ def rows_of(num_requests: int, drafts: np.ndarray) -> LogitRows:
 class Walks:
     """Requests that each go their own way through the grammar."""
 
-    def __init__(self, grammar: Grammar, num_requests: int, vocab: int, threads: int) -> None:
-        self.grammar, self.masks = grammar, GrammarMasks(vocab, END, threads)
+    def __init__(
+        self, compile: Callable[[], Grammar], num_requests: int, vocab: int, threads: int
+    ) -> None:
+        self.compile, self.masks = compile, GrammarMasks(vocab, END, threads)
         self.rng = np.random.default_rng(0)
         self.slots = np.arange(num_requests)
         self.none = rows_of(num_requests, np.empty((num_requests, 0), dtype=np.int32))
@@ -116,7 +120,8 @@ class Walks:
 
     def begin(self, slot: int) -> None:
         empty = np.empty(0, np.int32)
-        self.begins.append(milliseconds(lambda: self.masks.begin(slot, self.grammar, empty)))
+        grammar = self.compile()
+        self.begins.append(milliseconds(lambda: self.masks.begin(slot, grammar, empty)))
 
     def chosen(self, masks: np.ndarray) -> np.ndarray:
         """One allowed token of each row, at random."""
@@ -125,6 +130,8 @@ class Walks:
 
     def append(self, tokens: np.ndarray) -> None:
         self.masks.append(self.slots, tokens[:, None], np.ones(len(tokens), dtype=np.int64))
+
+    def begin_again(self, tokens: np.ndarray) -> None:
         for slot in np.flatnonzero(tokens == END).tolist():
             self.begin(slot)
 
@@ -158,27 +165,32 @@ def mask_times(walks: Walks, steps: int) -> dict[str, list[float]]:
         times["masks"].append((time.perf_counter() - start) * 1e3)
         tokens = walks.chosen(masks)
         times["append"].append(milliseconds(lambda tokens=tokens: walks.append(tokens)))
+        walks.begin_again(tokens)
     return times
 
 
-def choose_times(grammar: Grammar | None, num_requests: int, vocab: int, steps: int) -> list[float]:
+def choose_times(
+    compile: Callable[[], Grammar] | None, num_requests: int, vocab: int, steps: int
+) -> list[float]:
     """Milliseconds of greedy choices by logits that change from step to step."""
 
     def ignore(delta: Delta) -> None:
         del delta
 
-    future: Future[Grammar] = Future()
-    if grammar is not None:
-        future.set_result(grammar)
-    request = Request(
-        request_id="r",
-        input_ids=np.array([1], dtype=np.int32),
-        max_tokens=1000,
-        sampling=SamplingParams(),
-        end_ids=frozenset({END}),
-        on_delta=ignore,
-        grammar=None if grammar is None else future,
-    )
+    def request() -> Request:
+        future: Future[Grammar] = Future()
+        if compile is not None:
+            future.set_result(compile())
+        return Request(
+            request_id="r",
+            input_ids=np.array([1], dtype=np.int32),
+            max_tokens=1000,
+            sampling=SamplingParams(),
+            end_ids=frozenset({END}),
+            on_delta=ignore,
+            grammar=None if compile is None else future,
+        )
+
     sampler = Sampler(num_requests, vocab)
     rows = rows_of(num_requests, np.empty((num_requests, 0), dtype=np.int32))
     zeros = np.zeros(num_requests, dtype=np.int64)
@@ -188,7 +200,7 @@ def choose_times(grammar: Grammar | None, num_requests: int, vocab: int, steps: 
     with torch.inference_mode():
         for _ in range(steps):
             for slot in np.flatnonzero(tokens == END).tolist():
-                sampler.begin(slot, request, request.input_ids)
+                sampler.begin(slot, request(), np.array([1], dtype=np.int32))
             logits = logits.roll(1, dims=0)
             start = time.perf_counter()
             tokens = sampler.choose(logits, rows).tokens
@@ -213,13 +225,14 @@ def main() -> None:
     first = milliseconds(lambda: compiled(compiler, "first"))
     new = [milliseconds(lambda i=i: compiled(compiler, f"p{i}")) for i in range(15)]
     again = [milliseconds(lambda: compiled(compiler, "p0")) for _ in range(15)]
-    grammar = compiled(compiler, "p0")
-    compiler.close()
 
-    walks = Walks(grammar, options.requests, options.vocab, options.threads)
+    walks = Walks(
+        lambda: compiled(compiler, "p0"), options.requests, options.vocab, options.threads
+    )
     times = mask_times(walks, options.steps)
-    times["choose"] = choose_times(grammar, options.requests, options.vocab, options.steps)
+    times["choose"] = choose_times(walks.compile, options.requests, options.vocab, options.steps)
     floor = choose_times(None, options.requests, options.vocab, options.steps)
+    compiler.close()
     report: dict[str, object] = {
         "benchmark": "grammar",
         "requests": options.requests,

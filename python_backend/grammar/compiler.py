@@ -1,26 +1,26 @@
-"""From guides to grammars, on a thread and in a process of their own.
+"""From guides to grammars, on two threads and in a process of their own.
 
     compiler = GrammarCompiler(Setup(...))
     grammar = compiler.compile(guide)     # a future, at once
     compiler.close()
 
-A new guide is tried out by the worker process first, then compiled here; one that was compiled
-lately is at hand. One guide is compiled at a time, so a slow one delays other new ones, and nobody
-else.
+A new guide is tried out by the worker process first. One that passed is remembered, and compiled
+for each answer that follows it: a lexer's states are made as texts are walked and there is a limit
+to them, so answers with one lexer would use up each other's, until none could follow the guide.
+Trials are one at a time, so a slow one delays other new guides and nobody else; of what waits to be
+compiled the quickest comes first.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import os
-import pickle
+import math
 import queue
-import subprocess
-import sys
 import threading
+import weakref
 from collections import OrderedDict
 from concurrent.futures import Future
-from typing import NamedTuple
 
 from llguidance import LLMatcher
 
@@ -28,18 +28,21 @@ from python_backend.grammar.guide import Guide
 from python_backend.grammar.limits import PARSER_LIMITS
 from python_backend.grammar.messages import Setup, Tried, open_tokenizer
 from python_backend.grammar.special_tokens import without_special_names
+from python_backend.grammar.trials import Trials
 from python_backend.request import RequestError
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 64
-CACHED_GRAMMARS = 256
-CACHED_BYTES = 512 << 20
+MAX_NEW = 64  # guides that wait for their trial
+KNOWN_GUIDES = 256
+KNOWN_CHARS = 64 << 20
+LIVE_BYTES = 512 << 20
 _STACK_BYTES = 16 << 20  # more than the worker's, so that what passed there passes here
 
 
 class Grammar:
-    """A compiled guide, of so many bytes. `end_id` stands for the end of a complete text."""
+    """A guide compiled for one answer, of so many bytes more than the smallest one. `end_id` stands
+    for the end of a complete text."""
 
     def __init__(self, prototype: LLMatcher, num_bytes: int, end_id: int) -> None:
         self._prototype = prototype
@@ -47,135 +50,133 @@ class Grammar:
         self.end_id = end_id
 
     def matcher(self) -> LLMatcher:
-        """At the start of an answer."""
-        return self._prototype.deep_copy()
+        """At the start of the answer."""
+        return self._prototype.deep_copy()  # which shares the lexer
 
 
-class _Job(NamedTuple):
-    guide: Guide
-    future: Future[Grammar]
+# Seconds, a number that no other has, what to compile, and for whom; of nothing at the end.
+_Job = tuple[float, int, Tried | None, Future[Grammar]]
 
 
 class GrammarCompiler:
-    """Owns the thread, the worker process (from the first guide on) and the cache."""
+    """Owns the threads, the trials and what is known of guides."""
 
     def __init__(self, setup: Setup) -> None:
-        hidden = without_special_names(setup.tokenizer_json)
-        self._setup = setup._replace(tokenizer_json=hidden)
-        self._tokenizer = open_tokenizer(self._setup)
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._num_waiting = 0
-        self._worker: subprocess.Popen[bytes] | None = None
+        setup = setup._replace(tokenizer_json=without_special_names(setup.tokenizer_json))
+        self._end_id = setup.end_id
+        self._tokenizer = open_tokenizer(setup)
+        self._trials = Trials(setup)
+        self._lock = threading.Lock()  # of the next two
+        self._known: OrderedDict[bytes, Tried] = OrderedDict()
+        self._waiting: dict[bytes, list[Future[Grammar]]] = {}  # for the trial of a guide
+        self._new: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._numbers = itertools.count()
+        self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
+        self._trial_thread = threading.Thread(target=self._try_all, name="guides", daemon=True)
+        self._trial_thread.start()
         usual = threading.stack_size(_STACK_BYTES)
         try:
-            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
             self._thread.start()
         finally:
             threading.stack_size(usual)
 
     def compile(self, guide: Guide) -> Future[Grammar]:
-        """The guide's grammar, or a RequestError, once it is known. Raises RequestError
+        """A grammar for one answer, or a RequestError, once it is known. Raises RequestError
         `grammar_queue_full` when too many new guides wait."""
+        future: Future[Grammar] = Future()
         with self._lock:
-            future = self._cache.get(guide.digest)
-            if future is not None:
-                self._cache.move_to_end(guide.digest)
+            tried = self._known.get(guide.digest)
+            if tried is not None:
+                self._known.move_to_end(guide.digest)
+                self._put(tried, future)
                 return future
-            if self._num_waiting >= MAX_WAITING:
-                raise RequestError(
-                    "grammar_queue_full",
-                    f"expected fewer than {MAX_WAITING} new guides to wait for compilation, got "
-                    "one more; try again",
-                )
-            future = self._cache[guide.digest] = Future()
-            self._num_waiting += 1
-        self._jobs.put(_Job(guide, future))
+            if guide.digest not in self._waiting:
+                if len(self._waiting) >= MAX_NEW:
+                    raise RequestError(
+                        "grammar_queue_full",
+                        f"expected fewer than {MAX_NEW} new guides to wait for compilation, got "
+                        "one more; try again",
+                    )
+                self._waiting[guide.digest] = []
+                self._new.put(guide)
+            self._waiting[guide.digest].append(future)
         return future
 
     def close(self) -> None:
-        """End the thread, once it has answered what waits, and the process."""
-        self._jobs.put(None)
+        """End the threads, once they have answered what waits, and the process."""
+        self._new.put(None)
+        self._trial_thread.join()
+        self._trials.close()
+        self._jobs.put((math.inf, next(self._numbers), None, Future()))
         self._thread.join()
-        self._end_worker()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                grammar = self._compile(job.guide)
-            except Exception as problem:
-                self._settle(job, None)
-                job.future.set_exception(_as_request_error(problem))
-            else:
-                self._settle(job, grammar)
-                job.future.set_result(grammar)
+    # -- the thread of trials --------------------------------------------------------------------
 
-    def _compile(self, guide: Guide) -> Grammar:
-        tried = self._try(guide)
+    def _try_all(self) -> None:
+        while (guide := self._new.get()) is not None:
+            self._try_out(guide)
+
+    def _try_out(self, guide: Guide) -> None:
+        try:
+            tried = self._trials.try_out(guide)
+        except Exception as error:
+            logger.exception("grammar_trial_failed")
+            tried = Tried("", f"expected to try the guide out, but {error}", broken=True)
+        with self._lock:
+            futures = self._waiting.pop(guide.digest)
+            if not tried.problem:
+                self._remember(guide, tried)
+                for future in futures:
+                    self._put(tried, future)
         if tried.problem:
-            raise RequestError("internal" if tried.broken else "invalid_grammar", tried.problem)
+            code = "internal" if tried.broken else "invalid_grammar"
+            for future in futures:
+                future.set_exception(RequestError(code, tried.problem))
+
+    def _remember(self, guide: Guide, tried: Tried) -> None:
+        """Refusals are not: a slow machine may be quicker the next time."""
+        self._known[guide.digest] = tried
+        chars = sum(len(one.grammar) for one in self._known.values())
+        while len(self._known) > 1 and (len(self._known) > KNOWN_GUIDES or chars > KNOWN_CHARS):
+            chars -= len(self._known.popitem(last=False)[1].grammar)
+
+    def _put(self, tried: Tried, future: Future[Grammar]) -> None:
+        self._jobs.put((tried.seconds, next(self._numbers), tried, future))
+
+    # -- the thread that compiles ----------------------------------------------------------------
+
+    def _compile_all(self) -> None:
+        tried: Tried | None
+        while True:
+            _, _, tried, future = self._jobs.get()
+            if tried is None:
+                return
+            self._settle(tried, future)
+            del future  # else the last grammar lived until the next job
+
+    def _settle(self, tried: Tried, future: Future[Grammar]) -> None:
+        try:
+            future.set_result(self._compile(tried))
+        except RequestError as refusal:
+            future.set_exception(refusal)
+        except Exception as error:
+            logger.exception("grammar_compile_failed")
+            problem = f"expected to compile the guide, but {error}"
+            future.set_exception(RequestError("internal", problem))
+
+    def _compile(self, tried: Tried) -> Grammar:
+        live = sum(grammar.num_bytes for grammar in self._live)
+        if live and live + tried.num_bytes > LIVE_BYTES:
+            raise RequestError(
+                "grammar_queue_full",
+                f"expected the guides of running and waiting answers to take at most "
+                f"{LIVE_BYTES >> 20} MiB, got one more of {tried.num_bytes >> 20} MiB; try again",
+            )
         matcher = LLMatcher(self._tokenizer, tried.grammar, log_level=0, limits=PARSER_LIMITS)
         if matcher.is_error():
             raise RequestError("invalid_grammar", matcher.get_error().split("\n")[0])
-        return Grammar(matcher, tried.num_bytes, self._setup.end_id)
-
-    def _settle(self, job: _Job, grammar: Grammar | None) -> None:
-        """Keep a grammar as long as there is room; refusals are not kept."""
-        with self._lock:
-            self._num_waiting -= 1
-            if grammar is None:
-                self._cache.pop(job.guide.digest, None)
-                return
-            known = [f.result().num_bytes for f in self._cache.values() if f.done()]
-            held = sum(known) + grammar.num_bytes
-            for digest, future in list(self._cache.items()):
-                if held <= CACHED_BYTES and len(self._cache) <= CACHED_GRAMMARS:
-                    break
-                if future.done():
-                    held -= future.result().num_bytes
-                    del self._cache[digest]
-
-    # -- the worker process ----------------------------------------------------------------------
-
-    def _try(self, guide: Guide) -> Tried:
-        """A worker that has ended is started again, once."""
-        for last in (False, True):
-            try:
-                worker = self._running_worker()
-                assert worker.stdin
-                assert worker.stdout
-                pickle.dump(guide, worker.stdin)
-                worker.stdin.flush()
-                tried: Tried = pickle.load(worker.stdout)
-                return tried
-            except Exception:
-                logger.exception("grammar_worker_failed")
-                self._end_worker()
-                if last:
-                    raise
-        raise AssertionError
-
-    def _running_worker(self) -> subprocess.Popen[bytes]:
-        if self._worker is None:
-            self._worker = subprocess.Popen(
-                [sys.executable, "-m", "python_backend.grammar.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-            assert self._worker.stdin
-            pickle.dump(self._setup, self._worker.stdin)
-        return self._worker
-
-    def _end_worker(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.kill()
-            worker.communicate()
-
-
-def _as_request_error(problem: Exception) -> RequestError:
-    if isinstance(problem, RequestError):
-        return problem
-    return RequestError("internal", f"expected to compile the guide, but {problem}")
+        grammar = Grammar(matcher, tried.num_bytes, self._end_id)
+        self._live.add(grammar)
+        return grammar

@@ -29,17 +29,20 @@ class GrammarMasks:
     def __init__(self, vocab_size: int, end_id: int, num_threads: int) -> None:
         self.end_id = end_id
         self._matchers: dict[int, LLMatcher] = {}
+        self._grammars: dict[int, Grammar] = {}  # live as long as their matchers hold the memory
         self._vocab_size = vocab_size
         self._executor = LLExecutor(num_threads)
 
     def begin(self, slot: int, grammar: Grammar, outputs: Int32Array) -> None:
         """An answer enters the slot, of which `outputs` are there already."""
+        self._grammars[slot] = grammar
         matcher = self._matchers[slot] = grammar.matcher()
         matcher.consume_tokens(outputs.tolist())
 
     def end(self, slot: int) -> None:
         """The slot's answer follows no grammar any more."""
         self._matchers.pop(slot, None)
+        self._grammars.pop(slot, None)
 
     def masks(self, rows: LogitRows) -> Words:
         """What rows of slots that follow grammars may have. The grammars' own end token stands for

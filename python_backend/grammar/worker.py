@@ -13,6 +13,7 @@ import pickle
 import resource
 import signal
 import sys
+import time
 import traceback
 
 import numpy as np
@@ -71,12 +72,12 @@ def _try_in_fork(guide: Guide, setup: Setup, tokenizer: LLTokenizer) -> Tried:
         return tried
     if os.waitstatus_to_exitcode(status) == 2:
         problem = "expected to compile the guide, but that failed; look at the log"
-        return Tried("", problem, 0, broken=True)
+        return Tried("", problem, broken=True)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         reason = f"one that takes more than {setup.seconds:g} seconds"
     else:
         reason = f"one too deep or that takes more than {COMPILE_BYTES >> 20} MiB"
-    return Tried("", f"expected a guide that can be compiled, got {reason}; simplify it", 0)
+    return Tried("", f"expected a guide that can be compiled, got {reason}; simplify it")
 
 
 def _bound(seconds: float) -> None:
@@ -95,16 +96,18 @@ def _try(guide: Guide, setup: Setup, tokenizer: LLTokenizer) -> Tried:
     try:
         grammar = translate(guide, check, setup.reasoning_end)
     except GuideError as error:
-        return Tried("", str(error), 0)
+        return Tried("", str(error))
+    begun = time.process_time()
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
+    seconds = time.process_time() - begun
     mask = allocate_token_bitmask(1, setup.vocab_size)
     fill_next_token_bitmask(matcher, mask)
     if matcher.is_error() or not np.any(mask):
         reason = matcher.get_error().split("\n")[0]
         if matcher.stop_reason() != "ParserTooComplex":
             reason = "one that no text follows"
-        return Tried("", f"expected a guide that can be followed, got {reason}; correct it", 0)
-    return Tried(grammar, "", _held(1) - before)
+        return Tried("", f"expected a guide that can be followed, got {reason}; correct it")
+    return Tried(grammar, "", _held(1) - before, seconds)
 
 
 def _held(column: int) -> int:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import signal
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.config import ModelConfig
-from python_backend.grammar import compiler as compiling
 from python_backend.grammar.compiler import GrammarCompiler
 from python_backend.grammar.grammars import Grammars
 from python_backend.grammar.guide import MAX_GUIDE_BYTES, Guide, GuideError, GuideKind, read_guide
@@ -42,14 +38,6 @@ def text() -> TextTokenizer:
 @pytest.fixture(scope="module")
 def compiler(text: TextTokenizer) -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(setup_of(text))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def hasty(text: TextTokenizer) -> Iterator[GrammarCompiler]:
-    """One with little patience."""
-    made = GrammarCompiler(setup_of(text, seconds=0.2))
     yield made
     made.close()
 
@@ -236,70 +224,6 @@ def test_a_refusal_says_where(
     assert error.code == "invalid_grammar"
     assert said in str(error)
     assert "\n" not in str(error)
-
-
-def chain(length: int) -> str:
-    """A schema whose references are as deep as it is long."""
-    links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)}
-    return json.dumps({"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {"type": "null"}}})
-
-
-@pytest.mark.parametrize(
-    ("kind", "guide", "said"),
-    [
-        (GuideKind.JSON_SCHEMA, chain(3500), "too deep"),
-        (GuideKind.JSON_SCHEMA, '{"type":"integer","multipleOf":9999991}', "0.2 seconds"),
-        (GuideKind.JSON_SCHEMA, '{"items":' * 9000 + "{}" + "}" * 9000, "nested too deeply"),
-        (GuideKind.REGEX, "(" * 60000 + ")" * 60000, "nested parentheses"),
-        (GuideKind.GRAMMAR, "root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "deeply nested"),
-    ],
-)
-def test_a_hostile_guide_ends_with_its_process(
-    hasty: GrammarCompiler, kind: GuideKind, guide: str, said: str
-) -> None:
-    """Neither the server nor the worker falls over; what is compiled stays at hand meanwhile."""
-    other = Guide(GuideKind.REGEX, "a+")
-    hasty.compile(other).result()
-    worker = hasty._worker
-    hostile = hasty.compile(Guide(kind, guide))
-    assert hasty.compile(other).done()
-    assert said in str(hostile.exception())
-    hasty.compile(Guide(GuideKind.REGEX, f"b{len(guide)}")).result()
-    assert hasty._worker is worker
-
-
-def test_a_worker_that_was_killed_is_started_again(text: TextTokenizer) -> None:
-    made = GrammarCompiler(setup_of(text))
-    try:
-        made.compile(Guide(GuideKind.REGEX, "a")).result()
-        assert made._worker is not None
-        os.kill(made._worker.pid, signal.SIGKILL)
-        made._worker.wait()
-        assert accepts(made.compile(Guide(GuideKind.REGEX, "b")).result(), text, "b")
-    finally:
-        made.close()
-
-
-def test_grammars_are_kept_while_there_is_room(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def compiled(pattern: str) -> Any:
-        future = compiler.compile(Guide(GuideKind.REGEX, pattern))
-        future.exception()
-        return future
-
-    monkeypatch.setattr(compiling, "CACHED_GRAMMARS", 2)
-    first, second = compiled("x1"), compiled("x2")
-    assert compiled("x1") is first  # which makes the second the oldest
-    compiled("x3")
-    assert compiled("x1") is first
-    assert compiled("x2") is not second
-    refused = compiled("x(")
-    assert compiled("x(") is not refused
-    assert Guide(GuideKind.REGEX, "a").digest != Guide(GuideKind.REGEX, "a", True).digest
-    monkeypatch.setattr(compiling, "MAX_WAITING", 0)
-    with pytest.raises(RequestError, match=r"\[grammar_queue_full\]"):
-        compiler.compile(Guide(GuideKind.REGEX, "x4"))
 
 
 @pytest.mark.parametrize(

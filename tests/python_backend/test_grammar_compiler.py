@@ -1,0 +1,195 @@
+"""From guides to grammars: trials, what is remembered, what answers share and what they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from python_backend.grammar import compiler as compiling
+from python_backend.grammar.compiler import GrammarCompiler
+from python_backend.grammar.guide import Guide, GuideKind
+from python_backend.grammar.masks import GrammarMasks
+from python_backend.grammar.messages import Tried
+from python_backend.request import RequestError
+from python_backend.text.tokenizer import TextTokenizer
+from tests.python_backend.grammar_texts import (
+    END,
+    VOCAB,
+    accepts,
+    rows_of,
+    setup_of,
+    tinyflash_text,
+    tokens_of,
+)
+
+
+@pytest.fixture(scope="module")
+def text() -> TextTokenizer:
+    return tinyflash_text()
+
+
+@pytest.fixture(scope="module")
+def compiler(text: TextTokenizer) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(setup_of(text))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def hasty(text: TextTokenizer) -> Iterator[GrammarCompiler]:
+    """One with little patience."""
+    made = GrammarCompiler(setup_of(text, seconds=0.2))
+    yield made
+    made.close()
+
+
+def chain(length: int) -> str:
+    """A schema whose references are as deep as it is long."""
+    links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)}
+    return json.dumps({"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {"type": "null"}}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "said"),
+    [
+        (GuideKind.JSON_SCHEMA, chain(3500), "too deep"),
+        (GuideKind.JSON_SCHEMA, '{"type":"integer","multipleOf":9999991}', "0.2 seconds"),
+        (GuideKind.JSON_SCHEMA, '{"items":' * 9000 + "{}" + "}" * 9000, "nested too deeply"),
+        (GuideKind.REGEX, "(" * 60000 + ")" * 60000, "nested parentheses"),
+        (GuideKind.GRAMMAR, "root ::= " + "(" * 9000 + '"a"' + ")" * 9000, "deeply nested"),
+    ],
+)
+def test_a_hostile_guide_ends_with_its_process(
+    hasty: GrammarCompiler, kind: GuideKind, guide: str, said: str
+) -> None:
+    """Neither the server nor the worker falls over; what is known is compiled meanwhile."""
+    other = Guide(GuideKind.REGEX, "a+")
+    hasty.compile(other).result()
+    worker = hasty._trials._worker
+    hostile = hasty.compile(Guide(kind, guide))
+    hasty.compile(other).result()
+    assert said in str(hostile.exception())
+    hasty.compile(Guide(GuideKind.REGEX, f"b{len(guide)}")).result()
+    assert hasty._trials._worker is worker
+
+
+def test_a_known_guide_does_not_wait_for_the_trial_of_another(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Guide(GuideKind.REGEX, "a+")
+    compiler.compile(known).result()
+    gate = threading.Event()
+    try_out = compiler._trials.try_out
+
+    def slow(guide: Guide) -> Tried:
+        assert gate.wait(20)
+        return try_out(guide)
+
+    monkeypatch.setattr(compiler._trials, "try_out", slow)
+    new = compiler.compile(Guide(GuideKind.REGEX, "slow+"))
+    compiler.compile(known).result(20)
+    assert not new.done()
+    gate.set()
+    new.result(20)
+
+
+def test_a_worker_that_was_killed_is_started_again(text: TextTokenizer) -> None:
+    made = GrammarCompiler(setup_of(text))
+    try:
+        made.compile(Guide(GuideKind.REGEX, "a")).result()
+        assert made._trials._worker is not None
+        os.kill(made._trials._worker.pid, signal.SIGKILL)
+        made._trials._worker.wait()
+        assert accepts(made.compile(Guide(GuideKind.REGEX, "b")).result(), text, "b")
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def trials(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts of guides that are tried out from now on."""
+    tried: list[str] = []
+    try_out = compiler._trials.try_out
+
+    def counted(guide: Guide) -> Tried:
+        tried.append(guide.text)
+        return try_out(guide)
+
+    monkeypatch.setattr(compiler._trials, "try_out", counted)
+    return tried
+
+
+def test_what_passed_is_remembered_while_there_is_room(
+    compiler: GrammarCompiler, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(pattern: str) -> BaseException | None:
+        return compiler.compile(Guide(GuideKind.REGEX, pattern)).exception()
+
+    monkeypatch.setattr(compiling, "KNOWN_GUIDES", 2)
+    compiler._known.clear()
+    for pattern in ("x1", "x2", "x1", "x3", "x1", "x2", "x(", "x("):
+        assert (compiled(pattern) is None) == (pattern != "x(")
+    # The second x1 makes x2 the oldest, which x3 then displaces; a refusal is not remembered.
+    assert trials == ["x1", "x2", "x3", "x2", "x(", "x("]
+    monkeypatch.setattr(compiling, "KNOWN_CHARS", 3)
+    assert compiled("a longer one") is None
+    assert len(compiler._known) == 1
+    assert Guide(GuideKind.REGEX, "a").digest != Guide(GuideKind.REGEX, "a", True).digest
+    monkeypatch.setattr(compiling, "MAX_NEW", 0)
+    assert compiled("a longer one") is None
+    with pytest.raises(RequestError, match=r"\[grammar_queue_full\]"):
+        compiler.compile(Guide(GuideKind.REGEX, "x4"))
+
+
+def test_answers_that_wait_for_one_new_guide_share_its_trial(
+    compiler: GrammarCompiler, trials: list[str]
+) -> None:
+    waiting = [compiler.compile(Guide(GuideKind.REGEX, text)) for text in ("y+", "z(") * 5]
+    assert [future.exception() is None for future in waiting] == [True, False] * 5
+    assert trials == ["y+", "z("]
+    assert len({id(future.result()) for future in waiting[::2]}) == 5
+
+
+def test_guides_at_work_are_limited_together(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps({"enum": [f"{i:05}" for i in range(5000)]}))
+    first = compiler.compile(guide).result()
+    assert first.num_bytes > 1 << 20
+    monkeypatch.setattr(compiling, "LIVE_BYTES", 2 * first.num_bytes - 1)
+    with pytest.raises(RequestError, match=r"\[grammar_queue_full\] .* one more of \d+ MiB"):
+        compiler.compile(guide).result()
+    del first
+    assert compiler.compile(guide).result() is not None
+
+
+def test_an_answer_that_uses_up_its_lexer_fails_alone(
+    compiler: GrammarCompiler, text: TextTokenizer
+) -> None:
+    """Every place in a text of bounded length has states of its own."""
+    schema = {"type": "string", "maxLength": 20_000}
+    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
+    masks = GrammarMasks(VOCAB, END, 1)
+    (the,) = text.encode_word(" the")
+    begin = np.array(text.encode_word('"a'), np.int32)
+    for slot in (0, 1):
+        masks.begin(slot, compiler.compile(guide).result(), begin)
+    rows = rows_of([0])
+    length = 0
+    while not (failures := masks.failures(np.array([0, 1]))) and length < 5000:
+        masks.append(np.array([0]), np.array([[the]], np.int32), np.array([1]))
+        masks.masks(rows)
+        length += 1
+    assert 1000 < length < 4000
+    assert failures.keys() == {0}
+    assert "too many states" in failures[0]
+    masks.begin(0, compiler.compile(guide).result(), begin)
+    allowed = masks.masks(rows_of([0, 1]))
+    assert not masks.failures(np.array([0, 1]))
+    assert all(the in tokens_of(row) for row in allowed)
