@@ -92,13 +92,16 @@ class ServerFiles:
 
         Left alone, glibc raises the size from which freed memory goes back to the system whenever
         a larger block is freed, up to 32 MiB, and keeps twice as much: late in a soak a server
-        held 43 MB more. With limits of its own it gives large blocks back.
+        held 43 MB more. With limits of its own it gives large blocks back. And it keeps an arena
+        for each thread, with holes that no other thread fills: 13 to 28 MB of them in 400 guided
+        requests, and rising; one arena stood still after 120.
         """
         library_path = [str(self.libraries)]
         folder = sysconfig.get_config_var("LIBDIR")
         if folder and (Path(folder) / _libpython_name()).exists():
             library_path.append(folder)
         return {
+            "MALLOC_ARENA_MAX": "1",
             "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
             "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
             **os.environ,

@@ -195,8 +195,10 @@ def test_search_paths_of_the_operator_come_last(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_allocators_limits_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes; any of glibc's variables ends the raising. An operator's own win."""
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
     environment = ServerFiles.find().environment()
+    assert environment["MALLOC_ARENA_MAX"] == "1"
     assert environment["MALLOC_MMAP_THRESHOLD_"] == "1048576"
     assert environment["MALLOC_TRIM_THRESHOLD_"] == "1000000"
