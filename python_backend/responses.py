@@ -240,6 +240,7 @@ class Responder:
     ) -> None:
         """Before the final response, so that the watcher can never ask after it."""
         stream.closed = True
+        stream.begin_others = None  # they lead back to the stream
         del self._open[stream.key]
         now = time.monotonic()
         sequences = stream.sequences
