@@ -16,8 +16,9 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,9 @@ from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import TrackedRequest
 from python_backend.settings import CoreLimits
 from python_backend.step_plan import Executor, StepPlan, StepResult
+
+if TYPE_CHECKING:  # the library behind it is optional
+    from python_backend.grammar.compiler import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +54,9 @@ class _Reset(NamedTuple):
     done: Callable[[], None]
 
 
-class _GrammarSettled(NamedTuple):
-    """A request's grammar is compiled, or refused."""
-
-    tracked: TrackedRequest
-
-
-# A message is a request to add, one to cancel, one whose grammar is known, a reset, or None to
-# wake up.
-Message = TrackedRequest | _Cancellation | _GrammarSettled | _Reset | None
+# A message is a request to add, one to cancel, a grammar that is compiled or refused, a reset, or
+# None to wake up.
+Message = TrackedRequest | _Cancellation | Future["Grammar"] | _Reset | None
 
 
 class EngineCore:
@@ -77,7 +75,8 @@ class EngineCore:
         self._clock = clock
         self._scheduler = Scheduler(limits, clock, listener)
         self._live: dict[str, TrackedRequest] = {}
-        self._compiling: set[TrackedRequest] = set()  # of the live ones, those without a grammar
+        # Of the live ones, those without a grammar yet.
+        self._compiling: dict[Future[Grammar], TrackedRequest] = {}
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._arrivals = Arrivals(limits, self._scheduler)
         self._closed = False  # changed, and the inbox then left alone, behind the arrivals' door
@@ -227,8 +226,8 @@ class EngineCore:
         elif isinstance(message, _Reset):
             self._scheduler.reset_prefix_cache()
             message.done()
-        elif isinstance(message, _GrammarSettled):
-            self._settle_grammar(message.tracked)
+        elif isinstance(message, Future):
+            self._settle_grammar(message)
         elif message is not None:
             if message.request_id in self._live:
                 self._remove(self._live[message.request_id], message.reason)
@@ -237,8 +236,9 @@ class EngineCore:
             self._cancelled.pop(message.request_id, None)
 
     def _remove(self, tracked: TrackedRequest, reason: FinishReason) -> None:
-        if tracked in self._compiling:
-            self._compiling.remove(tracked)
+        grammar = tracked.request.grammar
+        if grammar is not None and grammar in self._compiling:
+            del self._compiling[grammar]
             self._arrived(tracked, waits=False)
         else:
             self._scheduler.remove(tracked)
@@ -265,18 +265,16 @@ class EngineCore:
         if tracked.request.grammar is None:
             self._arrived(tracked, waits=True)
             return
-        self._compiling.add(tracked)
-        tracked.request.grammar.add_done_callback(
-            lambda _: self._inbox.put(_GrammarSettled(tracked))
-        )
+        self._compiling[tracked.request.grammar] = tracked
+        # Which the future keeps, so it must not lead back to the request, which keeps the future.
+        tracked.request.grammar.add_done_callback(self._inbox.put)
 
-    def _settle_grammar(self, tracked: TrackedRequest) -> None:
-        """Queue a request that waited for its grammar, unless it was cancelled meanwhile."""
-        if tracked not in self._compiling:
+    def _settle_grammar(self, grammar: Future[Grammar]) -> None:
+        """Queue the request that waited for it, unless it was cancelled meanwhile."""
+        tracked = self._compiling.pop(grammar, None)
+        if tracked is None:
             return
-        self._compiling.remove(tracked)
-        assert tracked.request.grammar is not None
-        problem = tracked.request.grammar.exception()
+        problem = grammar.exception()
         self._arrived(tracked, waits=problem is None)
         if problem is not None:
             error = problem if isinstance(problem, RequestError) else None

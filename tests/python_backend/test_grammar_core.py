@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -120,6 +122,33 @@ def test_a_stopped_core_ends_who_waits_for_a_grammar() -> None:
     core.stop()
     core.run()
     assert guided.finish_reason == FinishReason.ERROR
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Nothing that leads back to itself is found."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_nothing_keeps_the_grammar_of_a_request_that_ended(cancelled: bool) -> None:
+    """Also where it was waited for."""
+    core = new_core(limits())
+    guided, grammar = waiting("guided")
+    core.add_request(guided.request)
+    core.step()
+    if cancelled:
+        core.cancel("guided")
+    grammar.set_result(None)  # type: ignore[arg-type]
+    finish(core)
+    assert guided.finish_reason is not None
+    kept = weakref.ref(grammar)
+    del guided, grammar
+    assert kept() is None
 
 
 # -- the real network, in float64 ----------------------------------------------------------------
