@@ -115,12 +115,13 @@ class Walks:
         self.slots = np.arange(num_requests)
         self.none = rows_of(num_requests, np.empty((num_requests, 0), dtype=np.int32))
         self.begins: list[float] = []
+        self.grammars: dict[int, Grammar] = {}  # their answers' own, which the masks do not keep
         for slot in range(num_requests):
             self.begin(slot)
 
     def begin(self, slot: int) -> None:
         empty = np.empty(0, np.int32)
-        grammar = self.compile()
+        grammar = self.grammars[slot] = self.compile()
         self.begins.append(milliseconds(lambda: self.masks.begin(slot, grammar, empty)))
 
     def chosen(self, masks: np.ndarray) -> np.ndarray:

@@ -40,8 +40,6 @@ class GrammarRule:
         ends = sorted(request.end_ids) if self._active[slot] else []
         self._end_ids.set(slot, (np.array(ends, dtype=np.int64),))
         if request.grammar is None:
-            if self._masks is not None:
-                self._masks.end(slot)
             return
         grammar = request.grammar.result()
         if self._masks is None:

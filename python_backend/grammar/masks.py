@@ -7,6 +7,8 @@ complete: there, and only there, the end tokens are allowed.
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
@@ -24,25 +26,21 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class GrammarMasks:
-    """Matchers of the slots whose answers follow a grammar."""
+    """Matchers of the slots whose answers follow a grammar. The grammar is its request's: when that
+    is gone the matcher is, too, though nobody else enters the slot."""
 
     def __init__(self, vocab_size: int, end_id: int, num_threads: int) -> None:
         self.end_id = end_id
-        self._matchers: dict[int, LLMatcher] = {}
-        self._grammars: dict[int, Grammar] = {}  # live as long as their matchers hold the memory
+        self._grammars: WeakValueDictionary[int, Grammar] = WeakValueDictionary()
+        self._matchers: WeakKeyDictionary[Grammar, LLMatcher] = WeakKeyDictionary()
         self._vocab_size = vocab_size
         self._executor = LLExecutor(num_threads)
 
     def begin(self, slot: int, grammar: Grammar, outputs: Int32Array) -> None:
         """An answer enters the slot, of which `outputs` are there already."""
         self._grammars[slot] = grammar
-        matcher = self._matchers[slot] = grammar.matcher()
+        matcher = self._matchers[grammar] = grammar.matcher()
         matcher.consume_tokens(outputs.tolist())
-
-    def end(self, slot: int) -> None:
-        """The slot's answer follows no grammar any more."""
-        self._matchers.pop(slot, None)
-        self._grammars.pop(slot, None)
 
     def masks(self, rows: LogitRows) -> Words:
         """What rows of slots that follow grammars may have. The grammars' own end token stands for
@@ -56,9 +54,9 @@ class GrammarMasks:
             first.tolist(), rows.slots[first].tolist(), counts.tolist(), strict=True
         ):
             if count:
-                drafting.append((self._matchers[slot], row, rows.drafts[row, :count].tolist()))
+                drafting.append((self._matcher(slot), row, rows.drafts[row, :count].tolist()))
             else:
-                plain.append((self._matchers[slot], row))
+                plain.append((self._matcher(slot), row))
         shared = masks.view(np.int32)
         if plain:
             fill_next_token_bitmask_par(self._executor, plain, shared)
@@ -68,11 +66,18 @@ class GrammarMasks:
 
     def failures(self, slots: Int64Array) -> dict[int, str]:
         """By slot, why an answer cannot go on."""
-        failed = [slot for slot in slots.tolist() if self._matchers[slot].is_error()]
-        return {slot: self._matchers[slot].get_error().split("\n")[0] for slot in failed}
+        matchers = {slot: self._matcher(slot) for slot in slots.tolist()}
+        return {
+            slot: matcher.get_error().split("\n")[0]
+            for slot, matcher in matchers.items()
+            if matcher.is_error()
+        }
 
     def append(self, slots: Int64Array, tokens: Int32Array, counts: Int64Array) -> None:
         """counts[i] new outputs of slots[i], the first of tokens [n, most]. Tokens behind an end
         token are refused by a matcher that no step asks any more."""
         for slot, new, count in zip(slots.tolist(), tokens.tolist(), counts.tolist(), strict=True):
-            self._matchers[slot].consume_tokens(new[:count])
+            self._matcher(slot).consume_tokens(new[:count])
+
+    def _matcher(self, slot: int) -> LLMatcher:
+        return self._matchers[self._grammars[slot]]

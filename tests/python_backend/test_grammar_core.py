@@ -263,3 +263,17 @@ def test_an_exhausted_grammar_ends_its_own_request_only(
     serve(core, [alone], [0])
     assert other.output == alone.output
     assert core.statistics().num_running == core.statistics().num_global_pages_used == 0
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_slot_keeps_no_grammar_of_an_answer_that_ended(
+    network64: Network, compiler: GrammarCompiler
+) -> None:
+    """What guides may take together would be used up on a server that does nothing."""
+    core = core_of(network64, bounds_of(prefix_cache=False))
+    streams = [guided_stream(compiler, f"{i}", "[a-c]{9,}", 5, 0.0, i) for i in range(3)]
+    grammars = [weakref.ref(one.request.grammar.result()) for one in streams if one.request.grammar]
+    serve(core, streams, [0, 0, 0])
+    assert [one.finish_reason for one in streams] == [FinishReason.LENGTH] * 3
+    del streams
+    assert [one() for one in grammars] == [None] * 3

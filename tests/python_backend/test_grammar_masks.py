@@ -113,13 +113,13 @@ def test_rows_behind_drafts_see_the_drafts(
     compiler: GrammarCompiler, pattern: str, made: str, drafts: list[int]
 ) -> None:
     """As a matcher that has them as outputs, as far as they are allowed; nothing is remembered."""
-    grammar = regex(compiler, pattern).result()
+    grammar, other = (regex(compiler, one).result() for one in (pattern, "b?"))
     outputs = [id_of(letter) for letter in made]
     masks = GrammarMasks(VOCAB, END, 1)
     masks.begin(0, grammar, np.array(outputs, dtype=np.int32))
     if masks.failures(np.array([0])):
         return
-    masks.begin(1, regex(compiler, "b?").result(), NOTHING)
+    masks.begin(1, other, NOTHING)
     before = masks.masks(rows_of([1, 0])).copy()
     together = masks.masks(rows_of([1, 0, 1], [[], drafts, [id_of("b")]]))[1:-2]
     for k in range(len(drafts) + 1):
@@ -243,10 +243,10 @@ def test_sampled_answers_follow_the_grammar_and_their_probabilities(
     """800 draws: what is allowed has its softmax."""
     count = 800
     sampler = Sampler(count, VOCAB)
-    grammar = letters(compiler, "[abc]")
+    grammars = [letters(compiler, "[abc]") for _ in range(count)]
     logits = torch.zeros(count, VOCAB)
     logits[:, A], logits[:, B], logits[:, END] = 2.0, 1.0, 9.0
-    for slot in range(count):
+    for slot, grammar in enumerate(grammars):
         sampler.begin(slot, asked(grammar, temperature=1.0, seed=slot), np.array([A], np.int32))
     drawn = sampler.choose(logits, rows_of(list(range(count)))).tokens.tolist()
     weights = np.exp([2.0, 1.0, 0.0])
@@ -258,9 +258,10 @@ def test_sampled_answers_follow_the_grammar_and_their_probabilities(
 
 def test_a_grammar_that_is_too_much_fails_its_own_answer(compiler: GrammarCompiler) -> None:
     grammar = regex(compiler, "(?:[a-z]{1,100}){1,100}").result()
+    other = letters(compiler, "a").result()
     masks = GrammarMasks(VOCAB, END, 1)
     masks.begin(0, grammar, NOTHING)
-    masks.begin(1, letters(compiler, "a").result(), NOTHING)
+    masks.begin(1, other, NOTHING)
     for _ in range(60):
         found = masks.masks(rows_of([0, 1]))
         failures = masks.failures(np.array([0, 1]))

@@ -103,8 +103,8 @@ def test_the_name_of_a_special_token_is_text(
 def test_an_end_token_is_not_the_text_of_its_name(compiler: GrammarCompiler) -> None:
     """The end token would have ended such an answer before its first letter."""
     guide = Guide(GuideKind.CHOICE, '["<｜end▁of▁sentence｜>"]')
-    masks = GrammarMasks(VOCAB, END, 1)
-    masks.begin(0, compiler.compile(guide).result(), np.empty(0, np.int32))
+    grammar, masks = compiler.compile(guide).result(), GrammarMasks(VOCAB, END, 1)
+    masks.begin(0, grammar, np.empty(0, np.int32))
     first = tokens_of(masks.masks(rows_of([0]))[0])
     assert first
     assert END not in first
