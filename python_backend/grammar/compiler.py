@@ -8,7 +8,7 @@ A new guide is tried out by the worker process first. One that passed is remembe
 for each answer that follows it: a lexer's states are made as texts are walked and there is a limit
 to them, so answers with one lexer would use up each other's, until none could follow the guide.
 Trials are one at a time, so a slow one delays other new guides and nobody else; of what waits to be
-compiled the quickest comes first.
+compiled the quickest comes first. Nothing is done for a future that nobody holds any more.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class Grammar:
         return self._prototype.deep_copy()  # which shares the lexer
 
 
-# Seconds, a number that no other has, what to compile, and for whom; of nothing at the end.
-_Job = tuple[float, int, Tried | None, Future[Grammar]]
+_Waiter = weakref.ref[Future[Grammar]]
+# Seconds, a number that no other has, what to compile and for whom; nothing at the end.
+_Job = tuple[float, int, tuple[Tried, _Waiter] | None]
 
 
 class GrammarCompiler:
@@ -68,7 +69,7 @@ class GrammarCompiler:
         self._trials = Trials(setup)
         self._lock = threading.Lock()  # of the next two
         self._known: OrderedDict[bytes, Tried] = OrderedDict()
-        self._waiting: dict[bytes, list[Future[Grammar]]] = {}  # for the trial of a guide
+        self._waiting: dict[bytes, list[_Waiter]] = {}  # for the trial of a guide
         self._new: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._numbers = itertools.count()
@@ -90,7 +91,7 @@ class GrammarCompiler:
             tried = self._known.get(guide.digest)
             if tried is not None:
                 self._known.move_to_end(guide.digest)
-                self._put(tried, future)
+                self._put(tried, weakref.ref(future))
                 return future
             if guide.digest not in self._waiting:
                 if len(self._waiting) >= MAX_NEW:
@@ -101,7 +102,7 @@ class GrammarCompiler:
                     )
                 self._waiting[guide.digest] = []
                 self._new.put(guide)
-            self._waiting[guide.digest].append(future)
+            self._waiting[guide.digest].append(weakref.ref(future))
         return future
 
     def close(self) -> None:
@@ -109,14 +110,22 @@ class GrammarCompiler:
         self._new.put(None)
         self._trial_thread.join()
         self._trials.close()
-        self._jobs.put((math.inf, next(self._numbers), None, Future()))
+        self._jobs.put((math.inf, next(self._numbers), None))
         self._thread.join()
 
     # -- the thread of trials --------------------------------------------------------------------
 
     def _try_all(self) -> None:
         while (guide := self._new.get()) is not None:
-            self._try_out(guide)
+            if self._is_waited_for(guide):
+                self._try_out(guide)
+
+    def _is_waited_for(self, guide: Guide) -> bool:
+        with self._lock:
+            if any(waiter() is not None for waiter in self._waiting[guide.digest]):
+                return True
+            del self._waiting[guide.digest]
+        return False
 
     def _try_out(self, guide: Guide) -> None:
         try:
@@ -124,16 +133,20 @@ class GrammarCompiler:
         except Exception as error:
             logger.exception("grammar_trial_failed")
             tried = Tried("", f"expected to try the guide out, but {error}", broken=True)
-        with self._lock:
-            futures = self._waiting.pop(guide.digest)
-            if not tried.problem:
-                self._remember(guide, tried)
-                for future in futures:
-                    self._put(tried, future)
         if tried.problem:
-            code = "internal" if tried.broken else "invalid_grammar"
-            for future in futures:
-                future.set_exception(RequestError(code, tried.problem))
+            self._refuse(guide, "internal" if tried.broken else "invalid_grammar", tried.problem)
+            return
+        with self._lock:
+            self._remember(guide, tried)
+            for waiter in self._waiting.pop(guide.digest):
+                self._put(tried, waiter)
+
+    def _refuse(self, guide: Guide, code: str, problem: str) -> None:
+        with self._lock:
+            waiters = self._waiting.pop(guide.digest)
+        for waiter in waiters:
+            if (future := waiter()) is not None:
+                future.set_exception(RequestError(code, problem))
 
     def _remember(self, guide: Guide, tried: Tried) -> None:
         """Refusals are not: a slow machine may be quicker the next time."""
@@ -142,18 +155,16 @@ class GrammarCompiler:
         while len(self._known) > 1 and (len(self._known) > KNOWN_GUIDES or chars > KNOWN_CHARS):
             chars -= len(self._known.popitem(last=False)[1].grammar)
 
-    def _put(self, tried: Tried, future: Future[Grammar]) -> None:
-        self._jobs.put((tried.seconds, next(self._numbers), tried, future))
+    def _put(self, tried: Tried, waiter: _Waiter) -> None:
+        self._jobs.put((tried.seconds, next(self._numbers), (tried, waiter)))
 
     # -- the thread that compiles ----------------------------------------------------------------
 
     def _compile_all(self) -> None:
-        tried: Tried | None
-        while True:
-            _, _, tried, future = self._jobs.get()
-            if tried is None:
-                return
-            self._settle(tried, future)
+        while (job := self._jobs.get()[2]) is not None:
+            tried, waiter = job
+            if (future := waiter()) is not None:
+                self._settle(tried, future)
             del future  # else the last grammar lived until the next job
 
     def _settle(self, tried: Tried, future: Future[Grammar]) -> None:

@@ -79,24 +79,51 @@ def test_a_hostile_guide_ends_with_its_process(
     assert hasty._trials._worker is worker
 
 
+class SlowTrials:
+    """Those of a compiler, which last until `gate` is set."""
+
+    def __init__(self, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tried: list[str] = []
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self._try_out = compiler._trials.try_out
+        monkeypatch.setattr(compiler._trials, "try_out", self.try_out)
+
+    def try_out(self, guide: Guide) -> Tried:
+        self.tried.append(guide.text)
+        self.begun.set()
+        assert self.gate.wait(20)
+        return self._try_out(guide)
+
+
 def test_a_known_guide_does_not_wait_for_the_trial_of_another(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = Guide(GuideKind.REGEX, "a+")
     compiler.compile(known).result()
-    gate = threading.Event()
-    try_out = compiler._trials.try_out
-
-    def slow(guide: Guide) -> Tried:
-        assert gate.wait(20)
-        return try_out(guide)
-
-    monkeypatch.setattr(compiler._trials, "try_out", slow)
+    slow = SlowTrials(compiler, monkeypatch)
     new = compiler.compile(Guide(GuideKind.REGEX, "slow+"))
     compiler.compile(known).result(20)
     assert not new.done()
-    gate.set()
+    slow.gate.set()
     new.result(20)
+
+
+def test_nothing_is_done_for_those_who_left(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a trial nor, behind the one of others, an answer's own grammar."""
+    made: list[Tried] = []
+    compile = compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda tried: (made.append(tried), compile(tried))[1])
+    slow = SlowTrials(compiler, monkeypatch)
+    stays, left, last = (Guide(GuideKind.REGEX, f"{word}+") for word in ("stays", "left", "last"))
+    waiting = [compiler.compile(guide) for guide in (stays, left, stays, left, last)]
+    del waiting[1:4]
+    slow.gate.set()
+    assert [future.exception(20) for future in waiting] == [None, None]
+    assert slow.tried == ["stays+", "last+"]
+    assert len(made) == 2
+    assert compiler.compile(left).exception(20) is None
 
 
 def test_a_worker_that_was_killed_is_started_again(text: TextTokenizer) -> None:
