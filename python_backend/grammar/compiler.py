@@ -29,7 +29,7 @@ from python_backend.grammar.limits import PARSER_LIMITS
 from python_backend.grammar.messages import Setup, Tried, open_tokenizer
 from python_backend.grammar.special_tokens import without_special_names
 from python_backend.grammar.trials import Trials
-from python_backend.request import RequestError
+from python_backend.request import STOPPED, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class GrammarCompiler:
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
+        self._closing = False
         self._trial_thread = threading.Thread(target=self._try_all, name="guides", daemon=True)
         self._trial_thread.start()
         usual = threading.stack_size(_STACK_BYTES)
@@ -106,7 +107,8 @@ class GrammarCompiler:
         return future
 
     def close(self) -> None:
-        """End the threads, once they have answered what waits, and the process."""
+        """End the threads and the process. Who still waits is refused."""
+        self._closing = True
         self._new.put(None)
         self._trial_thread.join()
         self._trials.close()
@@ -117,7 +119,9 @@ class GrammarCompiler:
 
     def _try_all(self) -> None:
         while (guide := self._new.get()) is not None:
-            if self._is_waited_for(guide):
+            if self._closing:
+                self._refuse(guide, *STOPPED)
+            elif self._is_waited_for(guide):
                 self._try_out(guide)
 
     def _is_waited_for(self, guide: Guide) -> bool:
@@ -169,6 +173,8 @@ class GrammarCompiler:
 
     def _settle(self, tried: Tried, future: Future[Grammar]) -> None:
         try:
+            if self._closing:
+                raise RequestError(*STOPPED)
             future.set_result(self._compile(tried))
         except RequestError as refusal:
             future.set_exception(refusal)

@@ -126,6 +126,26 @@ def test_nothing_is_done_for_those_who_left(
     assert compiler.compile(left).exception(20) is None
 
 
+def test_a_compiler_that_is_closed_refuses_who_waits(
+    text: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And tries nothing out any more: that could take minutes."""
+    made = GrammarCompiler(setup_of(text))
+    slow = SlowTrials(made, monkeypatch)
+    waiting = [made.compile(Guide(GuideKind.REGEX, f"{i}+")) for i in range(3)]
+    assert slow.begun.wait(20)
+    closing = threading.Thread(target=made.close)
+    closing.start()
+    while not made._closing:
+        pass
+    slow.gate.set()
+    closing.join(20)
+    assert slow.tried == ["0+"]
+    for future in waiting:
+        with pytest.raises(RequestError, match=r"\[shutting_down\]"):
+            future.result(0)
+
+
 def test_a_worker_that_was_killed_is_started_again(text: TextTokenizer) -> None:
     made = GrammarCompiler(setup_of(text))
     try:
