@@ -37,12 +37,12 @@ MAX_NEW = 64  # guides that wait for their trial
 KNOWN_GUIDES = 256
 KNOWN_CHARS = 64 << 20
 LIVE_BYTES = 512 << 20
+LEAST_BYTES = 128 << 10  # what the smallest grammar takes, 80 KiB, which trials do not count
 _STACK_BYTES = 16 << 20  # more than the worker's, so that what passed there passes here
 
 
 class Grammar:
-    """A guide compiled for one answer, of so many bytes more than the smallest one. `end_id` stands
-    for the end of a complete text."""
+    """A guide compiled for one answer. `end_id` stands for the end of a complete text."""
 
     def __init__(self, prototype: LLMatcher, num_bytes: int, end_id: int) -> None:
         self._prototype = prototype
@@ -184,16 +184,17 @@ class GrammarCompiler:
             future.set_exception(RequestError("internal", problem))
 
     def _compile(self, tried: Tried) -> Grammar:
+        num_bytes = LEAST_BYTES + tried.num_bytes
         live = sum(grammar.num_bytes for grammar in self._live)
-        if live and live + tried.num_bytes > LIVE_BYTES:
+        if live and live + num_bytes > LIVE_BYTES:
             raise RequestError(
                 "grammar_queue_full",
                 f"expected the guides of running and waiting answers to take at most "
-                f"{LIVE_BYTES >> 20} MiB, got one more of {tried.num_bytes >> 20} MiB; try again",
+                f"{LIVE_BYTES >> 20} MiB, got one more of {num_bytes >> 10} KiB; try again",
             )
         matcher = LLMatcher(self._tokenizer, tried.grammar, log_level=0, limits=PARSER_LIMITS)
         if matcher.is_error():
             raise RequestError("invalid_grammar", matcher.get_error().split("\n")[0])
-        grammar = Grammar(matcher, tried.num_bytes, self._end_id)
+        grammar = Grammar(matcher, num_bytes, self._end_id)
         self._live.add(grammar)
         return grammar

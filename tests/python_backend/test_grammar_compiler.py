@@ -203,14 +203,23 @@ def test_answers_that_wait_for_one_new_guide_share_its_trial(
     assert len({id(future.result()) for future in waiting[::2]}) == 5
 
 
+LARGE = json.dumps({"enum": [f"{i:05}" for i in range(5000)]})
+
+
+@pytest.mark.parametrize(
+    ("guide", "least"),
+    [
+        (Guide(GuideKind.JSON_SCHEMA, LARGE), 1 << 20),
+        (Guide(GuideKind.JSON, ""), 80 << 10),  # of which there are thousands
+    ],
+)
 def test_guides_at_work_are_limited_together(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, guide: Guide, least: int
 ) -> None:
-    guide = Guide(GuideKind.JSON_SCHEMA, json.dumps({"enum": [f"{i:05}" for i in range(5000)]}))
     first = compiler.compile(guide).result()
-    assert first.num_bytes > 1 << 20
+    assert first.num_bytes > least
     monkeypatch.setattr(compiling, "LIVE_BYTES", 2 * first.num_bytes - 1)
-    with pytest.raises(RequestError, match=r"\[grammar_queue_full\] .* one more of \d+ MiB"):
+    with pytest.raises(RequestError, match=r"\[grammar_queue_full\] .* one more of \d+ KiB"):
         compiler.compile(guide).result()
     del first
     assert compiler.compile(guide).result() is not None
