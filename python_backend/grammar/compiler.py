@@ -193,8 +193,8 @@ class GrammarCompiler:
                 f"{LIVE_BYTES >> 20} MiB, got one more of {num_bytes >> 10} KiB; try again",
             )
         matcher = LLMatcher(self._tokenizer, tried.grammar, log_level=0, limits=PARSER_LIMITS)
-        if matcher.is_error():
-            raise RequestError("invalid_grammar", matcher.get_error().split("\n")[0])
+        if matcher.is_error():  # of a guide that passed its trial, so it is not the client's
+            raise ValueError(matcher.get_error().split("\n")[0])
         grammar = Grammar(matcher, num_bytes, self._end_id)
         self._live.add(grammar)
         return grammar

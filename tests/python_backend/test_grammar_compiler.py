@@ -158,6 +158,14 @@ def test_a_worker_that_was_killed_is_started_again(text: TextTokenizer) -> None:
         made.close()
 
 
+def test_what_passed_its_trial_and_is_refused_here_is_an_error_of_the_server(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler._trials, "try_out", lambda guide: Tried("start: (", ""))
+    with pytest.raises(RequestError, match=r"\[internal\] expected to compile the guide, but "):
+        compiler.compile(Guide(GuideKind.REGEX, "passes")).result(20)
+
+
 @pytest.fixture
 def trials(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts of guides that are tried out from now on."""
