@@ -139,18 +139,18 @@ class Walks:
     def drafts(self) -> np.ndarray:
         """What each request might say next, the end included."""
         found = []
-        scout = Walks.__new__(Walks)
-        scout.__dict__ |= self.__dict__
+        matchers = self.masks._matchers
         for slot in self.slots.tolist():
-            matcher = self.masks._matchers[slot].deep_copy()
-            scout.masks._matchers[slot], kept = matcher, self.masks._matchers[slot]
+            grammar = self.grammars[slot]
+            kept = matchers[grammar]
+            matcher = matchers[grammar] = kept.deep_copy()
             row = self.none.take(np.array([slot]))
             said = []
             for _ in range(DRAFTS):
-                token = int(scout.chosen(scout.masks.masks(row))[0])
+                token = int(self.chosen(self.masks.masks(row))[0])
                 said.append(token)
                 matcher.consume_tokens([token])
-            self.masks._matchers[slot] = kept
+            matchers[grammar] = kept
             found.append(said)
         return np.array(found, dtype=np.int32)
 
@@ -197,11 +197,13 @@ def choose_times(
     zeros = np.zeros(num_requests, dtype=np.int64)
     logits = torch.randn(num_requests, vocab, generator=torch.Generator().manual_seed(1))
     tokens = np.full(num_requests, END)
+    requests: dict[int, Request] = {}  # which the sampler does not keep
     times = []
     with torch.inference_mode():
         for _ in range(steps):
             for slot in np.flatnonzero(tokens == END).tolist():
-                sampler.begin(slot, request(), np.array([1], dtype=np.int32))
+                requests[slot] = request()
+                sampler.begin(slot, requests[slot], np.array([1], dtype=np.int32))
             logits = logits.roll(1, dims=0)
             start = time.perf_counter()
             tokens = sampler.choose(logits, rows).tokens
