@@ -7,8 +7,9 @@
 A new guide is tried out by the worker process first. One that passed is remembered, and compiled
 for each answer that follows it: a lexer's states are made as texts are walked and there is a limit
 to them, so answers with one lexer would use up each other's, until none could follow the guide.
-Trials are one at a time, so a slow one delays other new guides and nobody else; of what waits to be
-compiled the quickest comes first. Nothing is done for a future that nobody holds any more.
+Trials are one at a time; a guide that is not through in a moment is tried again, with more time,
+when no other waits that was not tried yet. Of what waits to be compiled the quickest comes first.
+Nothing is done for a future that nobody holds any more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from concurrent.futures import Future
 from llguidance import LLMatcher
 
 from python_backend.grammar.guide import Guide
-from python_backend.grammar.limits import PARSER_LIMITS
+from python_backend.grammar.limits import PARSER_LIMITS, QUICK_SECONDS
 from python_backend.grammar.messages import Setup, Tried, open_tokenizer
 from python_backend.grammar.special_tokens import without_special_names
 from python_backend.grammar.trials import Trials
@@ -57,6 +58,8 @@ class Grammar:
 _Waiter = weakref.ref[Future[Grammar]]
 # Seconds, a number that no other has, what to compile and for whom; nothing at the end.
 _Job = tuple[float, int, tuple[Tried, _Waiter] | None]
+# The seconds it may take, a number, a guide to try out; none at the end.
+_Trial = tuple[float, int, Guide | None]
 
 
 class GrammarCompiler:
@@ -65,12 +68,13 @@ class GrammarCompiler:
     def __init__(self, setup: Setup) -> None:
         setup = setup._replace(tokenizer_json=without_special_names(setup.tokenizer_json))
         self._end_id = setup.end_id
+        self._seconds = setup.seconds
         self._tokenizer = open_tokenizer(setup)
         self._trials = Trials(setup)
         self._lock = threading.Lock()  # of the next two
         self._known: OrderedDict[bytes, Tried] = OrderedDict()
         self._waiting: dict[bytes, list[_Waiter]] = {}  # for the trial of a guide
-        self._new: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
+        self._new: queue.PriorityQueue[_Trial] = queue.PriorityQueue()
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
@@ -102,14 +106,14 @@ class GrammarCompiler:
                         "one more; try again",
                     )
                 self._waiting[guide.digest] = []
-                self._new.put(guide)
+                self._put_new(guide, min(QUICK_SECONDS, self._seconds))
             self._waiting[guide.digest].append(weakref.ref(future))
         return future
 
     def close(self) -> None:
         """End the threads and the process. Who still waits is refused."""
         self._closing = True
-        self._new.put(None)
+        self._put_new(None, math.inf)
         self._trial_thread.join()
         self._trials.close()
         self._jobs.put((math.inf, next(self._numbers), None))
@@ -118,11 +122,17 @@ class GrammarCompiler:
     # -- the thread of trials --------------------------------------------------------------------
 
     def _try_all(self) -> None:
-        while (guide := self._new.get()) is not None:
+        while True:
+            seconds, _, guide = self._new.get()
+            if guide is None:
+                return
             if self._closing:
                 self._refuse(guide, *STOPPED)
             elif self._is_waited_for(guide):
-                self._try_out(guide)
+                self._try_out(guide, seconds)
+
+    def _put_new(self, guide: Guide | None, seconds: float) -> None:
+        self._new.put((seconds, next(self._numbers), guide))
 
     def _is_waited_for(self, guide: Guide) -> bool:
         with self._lock:
@@ -131,12 +141,15 @@ class GrammarCompiler:
             del self._waiting[guide.digest]
         return False
 
-    def _try_out(self, guide: Guide) -> None:
+    def _try_out(self, guide: Guide, seconds: float) -> None:
         try:
-            tried = self._trials.try_out(guide)
+            tried = self._trials.try_out(guide, seconds)
         except Exception as error:
             logger.exception("grammar_trial_failed")
             tried = Tried("", f"expected to try the guide out, but {error}", broken=True)
+        if tried.late and seconds < self._seconds:
+            self._put_new(guide, self._seconds)
+            return
         if tried.problem:
             self._refuse(guide, "internal" if tried.broken else "invalid_grammar", tried.problem)
             return

@@ -22,13 +22,14 @@ class Setup(NamedTuple):
 
 class Tried(NamedTuple):
     """`grammar` as llguidance reads it, or why not. `num_bytes` and `seconds` of a processor are
-    what it took. `broken`: the guide may be good, but its fork ended in a way that nobody
-    foresaw."""
+    what it took. `late`: it had not ended when it should. `broken`: the guide may be good, but its
+    fork ended in a way that nobody foresaw."""
 
     grammar: str
     problem: str
     num_bytes: int = 0
     seconds: float = 0.0
+    late: bool = False
     broken: bool = False
 
 

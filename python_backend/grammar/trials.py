@@ -21,14 +21,14 @@ class Trials:
         self._setup = setup
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def try_out(self, guide: Guide) -> Tried:
-        """A worker that has ended is started again, once."""
+    def try_out(self, guide: Guide, seconds: float) -> Tried:
+        """In so many seconds of a processor. A worker that has ended is started again, once."""
         for last in (False, True):
             try:
                 worker = self._running_worker()
                 assert worker.stdin
                 assert worker.stdout
-                pickle.dump(guide, worker.stdin)
+                pickle.dump((guide, seconds), worker.stdin)
                 worker.stdin.flush()
                 tried: Tried = pickle.load(worker.stdout)
                 return tried

@@ -37,24 +37,24 @@ def main() -> None:
     setup: Setup = pickle.load(source)
     tokenizer = open_tokenizer(setup)
     # Memory that any guide makes a fork touch, and that costs the server nothing.
-    floor = _try_in_fork(Guide(GuideKind.JSON, ""), setup, tokenizer).num_bytes
+    floor = _try_in_fork(Guide(GuideKind.JSON, ""), setup.seconds, setup, tokenizer).num_bytes
     while True:
         try:
-            guide: Guide = pickle.load(source)
+            guide, seconds = pickle.load(source)
         except EOFError:
             return
-        tried = _try_in_fork(guide, setup, tokenizer)
+        tried = _try_in_fork(guide, seconds, setup, tokenizer)
         pickle.dump(tried._replace(num_bytes=max(0, tried.num_bytes - floor)), sink)
         sink.flush()
 
 
-def _try_in_fork(guide: Guide, setup: Setup, tokenizer: LLTokenizer) -> Tried:
+def _try_in_fork(guide: Guide, seconds: float, setup: Setup, tokenizer: LLTokenizer) -> Tried:
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(read_end)
-            _bound(setup.seconds)
+            _bound(seconds)
             with os.fdopen(write_end, "wb") as pipe:
                 pickle.dump(_try(guide, setup, tokenizer), pipe)
             os._exit(0)
@@ -73,11 +73,12 @@ def _try_in_fork(guide: Guide, setup: Setup, tokenizer: LLTokenizer) -> Tried:
     if os.waitstatus_to_exitcode(status) == 2:
         problem = "expected to compile the guide, but that failed; look at the log"
         return Tried("", problem, broken=True)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
-        reason = f"one that takes more than {setup.seconds:g} seconds"
+    late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+    if late:
+        reason = f"one that takes more than {seconds:g} seconds"
     else:
         reason = f"one too deep or that takes more than {COMPILE_BYTES >> 20} MiB"
-    return Tried("", f"expected a guide that can be compiled, got {reason}; simplify it")
+    return Tried("", f"expected a guide that can be compiled, got {reason}; simplify it", late=late)
 
 
 def _bound(seconds: float) -> None:

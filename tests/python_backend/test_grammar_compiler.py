@@ -88,11 +88,11 @@ class SlowTrials:
         self._try_out = compiler._trials.try_out
         monkeypatch.setattr(compiler._trials, "try_out", self.try_out)
 
-    def try_out(self, guide: Guide) -> Tried:
+    def try_out(self, guide: Guide, seconds: float) -> Tried:
         self.tried.append(guide.text)
         self.begun.set()
         assert self.gate.wait(20)
-        return self._try_out(guide)
+        return self._try_out(guide, seconds)
 
 
 def test_a_known_guide_does_not_wait_for_the_trial_of_another(
@@ -106,6 +106,23 @@ def test_a_known_guide_does_not_wait_for_the_trial_of_another(
     assert not new.done()
     slow.gate.set()
     new.result(20)
+
+
+def test_slow_guides_are_tried_again_behind_new_ones(
+    text: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = GrammarCompiler(setup_of(text, seconds=0.4))
+    try:
+        slow = [f'{{"type":"integer","multipleOf":{number}}}' for number in (9999991, 9999973)]
+        held = SlowTrials(made, monkeypatch)
+        late = [made.compile(Guide(GuideKind.JSON_SCHEMA, one)) for one in slow]
+        quick = made.compile(Guide(GuideKind.REGEX, "a"))
+        held.gate.set()
+        assert all("more than 0.4 seconds" in str(future.exception(20)) for future in late)
+        assert accepts(quick.result(), text, "a")
+        assert held.tried == [*slow, "a", *slow]
+    finally:
+        made.close()
 
 
 def test_nothing_is_done_for_those_who_left(
@@ -161,7 +178,7 @@ def test_a_worker_that_was_killed_is_started_again(text: TextTokenizer) -> None:
 def test_what_passed_its_trial_and_is_refused_here_is_an_error_of_the_server(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler._trials, "try_out", lambda guide: Tried("start: (", ""))
+    monkeypatch.setattr(compiler._trials, "try_out", lambda guide, seconds: Tried("start: (", ""))
     with pytest.raises(RequestError, match=r"\[internal\] expected to compile the guide, but "):
         compiler.compile(Guide(GuideKind.REGEX, "passes")).result(20)
 
@@ -172,9 +189,9 @@ def trials(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> list[s
     tried: list[str] = []
     try_out = compiler._trials.try_out
 
-    def counted(guide: Guide) -> Tried:
+    def counted(guide: Guide, seconds: float) -> Tried:
         tried.append(guide.text)
-        return try_out(guide)
+        return try_out(guide, seconds)
 
     monkeypatch.setattr(compiler._trials, "try_out", counted)
     return tried
