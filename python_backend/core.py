@@ -28,7 +28,8 @@ from python_backend.drafting.verification import check_drafts
 from python_backend.kv.groups import IntegrityError
 from python_backend.kv.listener import CacheListener
 from python_backend.request import STOPPED, Delta, FinishReason, Request, RequestError
-from python_backend.scheduler.scheduler import Scheduler, StepOutcome
+from python_backend.scheduler.outcome import StepOutcome
+from python_backend.scheduler.scheduler import Scheduler
 from python_backend.scheduler.statistics import Statistics
 from python_backend.scheduler.tracked import TrackedRequest
 from python_backend.settings import CoreLimits

@@ -123,6 +123,7 @@ class ServeSettings:
     kv_events: str | None = None  # a ZeroMQ endpoint for events of the prefix cache
     num_speculative_tokens: int | None = None  # verified at most a step; None: a whole block
     speculative_threshold: float = DEFAULT_SURVIVAL  # least P(accepted) of a draft to verify
+    speculative_schedule: bool = True  # of those, verify as many as the measured cost of rows pays
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -263,7 +264,7 @@ class ServeSettings:
                 f"expected num_speculative_tokens of at most {block}, the model's draft block, "
                 f"got {most}"
             )
-        return DraftRule(most=most, min_survival=self.speculative_threshold)
+        return DraftRule(most, self.speculative_threshold, by_cost=self.speculative_schedule)
 
     def _check_token_budget(self, window: int) -> None:
         if self.max_num_tokens < 2 * window:

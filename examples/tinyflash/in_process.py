@@ -27,6 +27,7 @@ from python_backend.executor.pools import pools_of
 from python_backend.executor.torch_executor import TorchExecutor
 from python_backend.grammar.grammars import Grammars
 from python_backend.request import Delta, FinishReason, Request, SamplingParams
+from python_backend.scheduler.statistics import Statistics
 from python_backend.service import ServedModel, check
 from python_backend.text.chat_input import ChatRequest
 from python_backend.text.detokenizer import Detokenizer
@@ -71,6 +72,10 @@ class InProcess:
 
     def close(self) -> None:
         self._model.stop()
+
+    def statistics(self) -> Statistics:
+        """The core's counters."""
+        return self._model.core.statistics()
 
     def encode(self, prompt: str, *, thinking: bool = False) -> Int32Array:
         """The ids of a conversation that begins with `prompt` as the user's message."""

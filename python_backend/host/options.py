@@ -47,6 +47,7 @@ SETTING_HELP = {
     "kv_events": "a ZeroMQ endpoint for events of the prefix cache (none)",
     "num_speculative_tokens": "drafts verified in one step at most (the model's block)",
     "speculative_threshold": "least probability that a draft is accepted to verify it",
+    "speculative_schedule": "verify only as many drafts as pay, by the measured time of steps",
 }
 _SWITCHES = (
     "cuda_graphs",
@@ -56,6 +57,7 @@ _SWITCHES = (
     "prefix_cache",
     "swa_bounded_replay",
     "speculative",
+    "speculative_schedule",
 )
 
 

@@ -24,11 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from python_backend.drafting.rule import granted
+from python_backend.drafting.schedule import DraftSchedule
 from python_backend.kv.listener import CacheListener
 from python_backend.metrics.latency import Latencies
-from python_backend.request import FinishReason, LogProbs, Request
+from python_backend.request import FinishReason, Request
 from python_backend.scheduler.checks import check_request
 from python_backend.scheduler.judging import Judging
+from python_backend.scheduler.outcome import StepOutcome
 from python_backend.scheduler.residency import Admission, Residency
 from python_backend.scheduler.slots import NEVER, SlotTable
 from python_backend.scheduler.statistics import Statistics
@@ -41,20 +43,6 @@ from python_backend.step_plan import Beginning, StepPlan, StepResult
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-
-class StepOutcome(NamedTuple):
-    """What a step produced: tokens[i, : counts[i]] for requests[i], counts None for one token
-    each, the first num_drafts[i] of which were drafts, None for no drafts; and whose last they
-    were. A finished request has left the scheduler. `judged` has log probabilities of the next
-    tokens of prompts."""
-
-    requests: list[TrackedRequest]
-    tokens: Int32Array
-    counts: Int64Array | None
-    num_drafts: Int64Array | None
-    finished: dict[int, FinishReason]  # index into `requests`
-    judged: list[tuple[TrackedRequest, LogProbs]]
 
 
 class _Rows(NamedTuple):
@@ -90,6 +78,7 @@ class Scheduler:
         )
         self.residency = Residency(limits, listener)
         self._budget = StepBudget(limits)
+        self._drafting = DraftSchedule()
         num_slots = limits.max_batch_size
         self._slots = SlotTable(num_slots, limits.history_width, limits.most_drafts)
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -194,6 +183,8 @@ class Scheduler:
         self._in_flight = None
         now = self.clock()
         self._budget.ran(num_decodes, plan.arrays.num_rows, now - begun)
+        if num_decodes == len(slots):
+            self._drafting.ran(plan.arrays.num_rows, now - begun)
         wants_logits, num_drafts = plan.arrays.wants_logits, plan.num_drafts
         table, window_pages = self._slots, self.residency.window_pages
         sampled = slots[wants_logits]
@@ -292,9 +283,13 @@ class Scheduler:
 
     def _granted_drafts(self, slots: Int64Array, budget: int) -> Int64Array:
         """How many of their drafts the decoding slots verify: no more than their pages hold."""
+        assert self.limits.draft is not None
         table = self._slots
         room = self.residency.global_pages.capacity[slots] - table.num_tokens[slots]
-        return granted(np.minimum(table.num_drafts[slots], room), budget)
+        wanted = np.minimum(table.num_drafts[slots], room)
+        if self.limits.draft.by_cost and wanted.any():
+            return self._drafting.worthwhile(table.survival[slots], wanted, budget)
+        return granted(wanted, budget)
 
     def _wants_drafts(self, slots: Int64Array) -> BoolArray:
         """Who can use a draft after this step, which appends one token at least."""

@@ -46,7 +46,8 @@ class SlotTable:
 
     `num_computed` rows were given to a step, `num_processed` of them are done. They differ while
     a step runs; pages are retired by `num_processed`, because a running step still reads them.
-    The `num_drafts` ≤ `most_drafts` tokens behind the known ones are proposed, nothing more.
+    The `num_drafts` ≤ `most_drafts` tokens behind the known ones are proposed, nothing more;
+    `survival` [num_slots, most_drafts] tells how likely each of them is accepted.
     """
 
     def __init__(self, num_slots: int, history_width: int, most_drafts: int) -> None:
@@ -59,6 +60,7 @@ class SlotTable:
         self.num_computed = zeros()
         self.num_processed = zeros()
         self.num_drafts = zeros()
+        self.survival = np.zeros((num_slots, most_drafts), dtype=np.float32)
         self.priority = zeros()
         self.speculates: BoolArray = np.zeros(num_slots, dtype=bool)
         self.next_publish = zeros()  # num_computed at which a further block can be published
@@ -149,7 +151,9 @@ class SlotTable:
             self.num_drafts[slots] = 0
             return
         drafts = blocks.tokens[rows]
-        num_drafts = rule.lengths(blocks.confidence[rows], self.draft_room(slots))
+        survival = rule.survival(blocks.confidence[rows])
+        num_drafts = rule.lengths(survival, self.draft_room(slots))
+        self.survival[slots] = survival
         at = self.num_tokens[slots][:, None] + np.arange(drafts.shape[1])
         cells = self._ring_start[slots][:, None] + (at & (RING_TOKENS - 1))
         proposed = np.arange(drafts.shape[1]) < num_drafts[:, None]

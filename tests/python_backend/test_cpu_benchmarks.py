@@ -71,3 +71,11 @@ def test_senseless_sizes_are_refused(script: str) -> None:
     )
     assert finished.returncode == 2
     assert f"expected {option} ≥" in finished.stderr
+
+
+def test_draft_schedule() -> None:
+    result = run("draft_schedule.py", "--requests", "2", "--rounds", "1", "--tokens", "4")
+    (case,) = result["cases"]
+    assert (result["benchmark"], case["requests"]) == ("draft_schedule", 2)
+    assert case["off"]["verified"] == 0 < case["threshold"]["verified"]
+    assert all(case[way]["tokens_per_s"] > 0 for way in ("off", "threshold", "schedule"))

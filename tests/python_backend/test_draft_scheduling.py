@@ -253,14 +253,17 @@ def test_cancelled_between_draft_and_verification() -> None:
 
 def test_survival_is_the_product_of_confidences() -> None:
     """0.9 · 0.8 · 0.5 · 0.9 = 0.9, 0.72, 0.36, 0.324."""
+
+    def length(rule: DraftRule, room: int = 9) -> int:
+        return int(rule.lengths(rule.survival(confidence), np.array([room]))[0])
+
     confidence = np.array([[0.9, 0.8, 0.5, 0.9]], dtype=np.float32)
-    room = np.array([9])
-    for least, length in ((0.0, 4), (0.3, 4), (0.33, 3), (0.5, 2), (0.75, 1), (0.95, 0)):
-        assert DraftRule(4, least).lengths(confidence, room).tolist() == [length]
-    assert DraftRule(2, 0.0).lengths(confidence, room).tolist() == [2]
-    assert DraftRule(4, 0.0).lengths(confidence, np.array([3])).tolist() == [3]
+    for least, expected in ((0.0, 4), (0.3, 4), (0.33, 3), (0.5, 2), (0.75, 1), (0.95, 0)):
+        assert length(DraftRule(4, least)) == expected
+    assert length(DraftRule(2, 0.0)) == 2
+    assert length(DraftRule(4, 0.0), room=3) == 3
     confidence[0, 1] = np.nan
-    assert DraftRule(4, 0.0).lengths(confidence, room).tolist() == [1]
+    assert length(DraftRule(4, 0.0)) == 1
 
 
 @pytest.mark.parametrize(("most", "least"), [(0, 0.5), (-1, 0.5), (3, -0.1), (3, 1.1)])

@@ -21,12 +21,14 @@ def rule_of(config: ModelConfig, **options: Any) -> DraftRule | None:
 
 def test_drafting_is_off_unless_asked_for(tiny_config: ModelConfig) -> None:
     assert rule_of(tiny_config) is None
-    assert rule_of(tiny_config, speculative="true") == DraftRule(most=3, min_survival=0.1)
+    assert rule_of(tiny_config, speculative="true") == DraftRule(3, 0.1, by_cost=True)
 
 
 def test_length_and_threshold(tiny_config: ModelConfig) -> None:
     asked = {"speculative": True, "num-speculative-tokens": "2", "speculative_threshold": "0.25"}
-    assert rule_of(tiny_config, **asked) == DraftRule(most=2, min_survival=0.25)
+    assert rule_of(tiny_config, **asked) == DraftRule(2, 0.25, by_cost=True)
+    off = rule_of(tiny_config, **asked, speculative_schedule="false")
+    assert off == DraftRule(2, 0.25, by_cost=False)
 
 
 @pytest.mark.parametrize(
