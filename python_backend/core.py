@@ -36,7 +36,7 @@ from python_backend.settings import CoreLimits
 from python_backend.step_plan import Executor, StepPlan, StepResult
 
 if TYPE_CHECKING:  # the library behind it is optional
-    from python_backend.grammar.compiler import Grammar
+    from python_backend.grammar.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from python_backend.text.chat_input import ChatError
 from python_backend.text.tokenizer import TextTokenizer, TokenizerError
 
 if TYPE_CHECKING:
-    from python_backend.grammar.compiler import Grammar
+    from python_backend.grammar.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 

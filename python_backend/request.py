@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:  # the library behind it is optional
-    from python_backend.grammar.compiler import Grammar
+    from python_backend.grammar.grammar import Grammar
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]

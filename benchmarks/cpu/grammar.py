@@ -36,7 +36,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from python_backend.generation.rows import LogitRows
 from python_backend.generation.sampler import Sampler
-from python_backend.grammar.compiler import Grammar, GrammarCompiler
+from python_backend.grammar.compiler import GrammarCompiler
+from python_backend.grammar.grammar import Grammar
 from python_backend.grammar.guide import Guide, GuideKind
 from python_backend.grammar.masks import GrammarMasks
 from python_backend.grammar.messages import Setup

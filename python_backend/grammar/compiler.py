@@ -25,6 +25,7 @@ from concurrent.futures import Future
 
 from llguidance import LLMatcher
 
+from python_backend.grammar.grammar import Grammar
 from python_backend.grammar.guide import Guide
 from python_backend.grammar.limits import PARSER_LIMITS, QUICK_SECONDS
 from python_backend.grammar.messages import Setup, Tried, open_tokenizer
@@ -40,19 +41,6 @@ KNOWN_CHARS = 64 << 20
 LIVE_BYTES = 512 << 20
 LEAST_BYTES = 128 << 10  # what the smallest grammar takes, 80 KiB, which trials do not count
 _STACK_BYTES = 16 << 20  # more than the worker's, so that what passed there passes here
-
-
-class Grammar:
-    """A guide compiled for one answer. `end_id` stands for the end of a complete text."""
-
-    def __init__(self, prototype: LLMatcher, num_bytes: int, end_id: int) -> None:
-        self._prototype = prototype
-        self.num_bytes = num_bytes
-        self.end_id = end_id
-
-    def matcher(self) -> LLMatcher:
-        """At the start of the answer."""
-        return self._prototype.deep_copy()  # which shares the lexer
 
 
 _Waiter = weakref.ref[Future[Grammar]]

@@ -13,7 +13,8 @@ from python_backend.text.chat import THINK_END
 from python_backend.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
-    from python_backend.grammar.compiler import Grammar, GrammarCompiler
+    from python_backend.grammar.compiler import GrammarCompiler
+    from python_backend.grammar.grammar import Grammar
 
 
 class Grammars:

@@ -19,7 +19,7 @@ from llguidance.numpy import (
 
 from python_backend.generation.rows import LogitRows
 from python_backend.grammar.bitmask import Words, everything
-from python_backend.grammar.compiler import Grammar
+from python_backend.grammar.grammar import Grammar
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

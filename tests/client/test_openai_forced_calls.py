@@ -12,7 +12,8 @@ import pytest
 from client.openai.answer_reader import AnswerReader
 from client.openai.fields import ToolFunction
 from client.openai.forced_calls import grammar_of_calls
-from python_backend.grammar.compiler import Grammar, GrammarCompiler
+from python_backend.grammar.compiler import GrammarCompiler
+from python_backend.grammar.grammar import Grammar
 from python_backend.grammar.guide import Guide, GuideKind
 from python_backend.text.chat import render
 from tests.python_backend.grammar_texts import accepts, drawn_answer, setup_of, tinyflash_text

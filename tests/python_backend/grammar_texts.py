@@ -8,7 +8,7 @@ import numpy as np
 
 from python_backend.generation.rows import LogitRows
 from python_backend.grammar.bitmask import Words
-from python_backend.grammar.compiler import Grammar
+from python_backend.grammar.grammar import Grammar
 from python_backend.grammar.masks import GrammarMasks
 from python_backend.grammar.messages import Setup
 from python_backend.text.tokenizer import TextTokenizer

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from builder.byte_tokenizer import byte_tokenizer
 from engine.config import ModelConfig
 from engine.network import Network
-from python_backend.grammar.compiler import Grammar, GrammarCompiler
+from python_backend.grammar.compiler import GrammarCompiler
+from python_backend.grammar.grammar import Grammar
 from python_backend.grammar.guide import Guide, GuideKind
 from python_backend.request import FinishReason, RequestError
 from python_backend.text.tokenizer import TextTokenizer

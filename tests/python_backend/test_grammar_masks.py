@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from python_backend.generation.options import GenerationOptions
 from python_backend.generation.sampler import Sampler
 from python_backend.grammar.bitmask import allow, everything, forbid, holds
-from python_backend.grammar.compiler import Grammar, GrammarCompiler
+from python_backend.grammar.compiler import GrammarCompiler
+from python_backend.grammar.grammar import Grammar
 from python_backend.grammar.guide import Guide, GuideKind
 from python_backend.grammar.masks import GrammarMasks
 from python_backend.request import Delta, Request, SamplingParams

@@ -11,7 +11,8 @@ import pytest
 
 from builder.byte_tokenizer import byte_tokenizer
 from engine.config import ModelConfig
-from python_backend.grammar.compiler import Grammar, GrammarCompiler
+from python_backend.grammar.compiler import GrammarCompiler
+from python_backend.grammar.grammar import Grammar
 from python_backend.grammar.guide import Guide, GuideKind
 from python_backend.grammar.masks import GrammarMasks
 from python_backend.text.tokenizer import TextTokenizer
