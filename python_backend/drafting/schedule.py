@@ -46,12 +46,14 @@ class DraftSchedule:
 
     def seconds(self, num_rows: Int64Array) -> Float64Array | None:
         """Of steps with so many rows [n]; None while that is not known. More rows never cost
-        less."""
+        less, nor more than in proportion."""
         rows, seconds, squares, products = self._means.tolist()
         variance = squares - rows**2
         if variance < _LEAST_VARIANCE:
             return None
-        per_row = max(0.0, (products - rows * seconds) / variance)
+        # Not more than if rows were all that is paid for: a steeper line, found in noise, would say
+        # that few rows cost nothing, and what they really take would pass for a hiccup.
+        per_row = min(max(0.0, (products - rows * seconds) / variance), seconds / rows)
         cost: Float64Array = np.maximum(seconds + per_row * (num_rows - rows), 1e-9)
         return cost
 

@@ -116,6 +116,26 @@ def test_a_hiccup_moves_little_and_another_machine_is_noticed() -> None:
     assert slower == pytest.approx([0.52, 1.1], rel=0.01)
 
 
+def test_few_rows_are_never_free_however_steep_the_first_steps_were() -> None:
+    """By noise 60 rows take half as long again, and 40 little: the line through these is below 0 at
+    16 rows. Steps of so many are believed all the same, and soon drafts are verified again."""
+    schedule, survival = DraftSchedule(), np.full((16, 5), 0.8, dtype=np.float32)
+    for num_rows, seconds in [(60, 0.5), (40, 0.16)] * 6:
+        schedule.ran(num_rows, seconds)
+    found = schedule.seconds(np.array([16]))
+    assert found is not None
+    assert found[0] > 0.05
+    counts = []
+    for _ in range(60):
+        num_rows = 16 + int(schedule.worthwhile(survival, np.full(16, 5), 99).sum())
+        schedule.ran(num_rows, 0.1 + 0.004 * num_rows)
+        counts.append(num_rows)
+    assert counts[0] == 16
+    assert min(counts[20:]) > 16
+    again = schedule.seconds(np.array([16, 60]))
+    assert again == pytest.approx([0.164, 0.34], rel=0.3)
+
+
 def test_what_a_row_costs_is_tried_again_when_it_is_long_known_only() -> None:
     """A first measurement says that rows are dear; later they are cheap. With the same rows in
     every step it is forgotten, and what is tried then tells the new cost."""
