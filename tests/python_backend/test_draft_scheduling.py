@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -40,13 +41,15 @@ def test_a_batch_with_drafts_equals_its_requests_alone(
     workload: Workload, most: int, min_survival: float, data: st.DataObject
 ) -> None:
     """Any mix of cold, hit, chunked and preempted requests that draft or not, sampled by seed, with
-    end ids and cancellations; the books are checked after every step, the executor checks every
-    plan, and `Stream.alone` knows no drafts."""
+    end ids and cancellations, and steps of any length if drafts are verified by their cost; the
+    books are checked after every step, the executor checks every plan, and `Stream.alone` knows no
+    drafts."""
     bounds, arrivals = workload
     rows = max(bounds.max_num_tokens, bounds.max_batch_size)
-    bounds = dataclasses.replace(
-        bounds, max_num_tokens=rows, draft=DraftRule(most=most, min_survival=min_survival)
-    )
+    rule = DraftRule(most, min_survival, by_cost=data.draw(st.booleans()))
+    bounds = dataclasses.replace(bounds, max_num_tokens=rows, draft=rule)
+    gaps = np.random.default_rng(data.draw(st.integers(0, 9))).exponential(0.1, 999)
+    clock = itertools.accumulate(itertools.cycle(gaps)).__next__
     for _, stream in arrivals:
         drafting = data.draw(st.integers(0, 3)) > 0
         stream.request = dataclasses.replace(stream.request, speculative=drafting)
@@ -55,7 +58,7 @@ def test_a_batch_with_drafts_equals_its_requests_alone(
         for i, (arrival, _) in enumerate(arrivals)
         if data.draw(st.integers(0, 5)) == 0
     }
-    core = new_core(bounds)
+    core = EngineCore(SimulatedExecutor(bounds), bounds, clock=clock)
     pending = sorted(arrivals, key=lambda arrival: arrival[0])
     for step in range(100_000):
         while pending and pending[0][0] <= step:
