@@ -16,9 +16,11 @@ Float64Array = npt.NDArray[np.float64]
 _FIRST = 8  # steps that are not counted: kernels and graphs are made in them
 _MEMORY = 50  # steps back the weight of one has fallen to a third
 _MOST = 2.0  # times what was expected that a step counts as: a hiccup is no measurement
-# Of the rows of the remembered steps; with less, nothing is known of what a row costs. One step of
-# 5 more rows than the others is forgotten after some 80.
-_LEAST_VARIANCE = 0.1
+# Of the rows of the remembered steps, as a share of (drafts to choose from)²; with less, nothing is
+# known of what a row costs. One step with all of 5 or 500 drafts among others without is forgotten
+# after some 80, whatever it seemed to cost: it may have been a hiccup.
+_LEAST_VARIANCE = 0.004
+_FEWEST = 5  # drafts to choose from that are reckoned with
 
 
 class DraftSchedule:
@@ -44,12 +46,12 @@ class DraftSchedule:
         sample = np.array([num_rows, seconds, num_rows**2, num_rows * seconds], dtype=np.float64)
         self._means += (sample - self._means) / min(counted, _MEMORY)
 
-    def seconds(self, num_rows: Int64Array) -> Float64Array | None:
-        """Of steps with so many rows [n]; None while that is not known. More rows never cost
-        less, nor more than in proportion."""
+    def seconds(self, num_rows: Int64Array, num_drafts: int = 0) -> Float64Array | None:
+        """Of steps with so many rows [n]; None while that is not known well enough to choose from
+        so many drafts. More rows never cost less, nor more than in proportion."""
         rows, seconds, squares, products = self._means.tolist()
         variance = squares - rows**2
-        if variance < _LEAST_VARIANCE:
+        if variance < _LEAST_VARIANCE * max(num_drafts, _FEWEST) ** 2:
             return None
         # Not more than if rows were all that is paid for: a steeper line, found in noise, would say
         # that few rows cost nothing, and what they really take would pass for a hiccup.
@@ -66,7 +68,7 @@ class DraftSchedule:
         is_wanted = np.arange(survival.shape[1]) < wanted[:, None]
         values = survival[is_wanted]
         order = np.argsort(-values, kind="stable")[:budget]  # equal ones of a row stay in order
-        seconds = self.seconds(num_requests + np.arange(len(order) + 1))
+        seconds = self.seconds(num_requests + np.arange(len(order) + 1), len(order))
         if seconds is None:
             order = order[: len(order) // (1 + self._num_steps % 2)]
         else:

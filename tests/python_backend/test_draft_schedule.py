@@ -149,6 +149,19 @@ def test_what_a_row_costs_is_tried_again_when_it_is_long_known_only() -> None:
     assert counts[-1] == 5
 
 
+@pytest.mark.parametrize("num_requests", [1, 16, 64])
+def test_one_step_is_forgotten_as_soon_with_many_requests_as_with_one(num_requests: int) -> None:
+    """One with all drafts seems to take long: none is verified until it is tried again."""
+    schedule, most = learned(0.1, 0.0, rows=(num_requests,)), np.full(num_requests, 5)
+    survival = np.full((num_requests, 5), 0.9, dtype=np.float32)
+    schedule.ran(6 * num_requests, 10.0)
+    num_steps = 0
+    while not schedule.worthwhile(survival, most, 999).any():
+        schedule.ran(num_requests, 0.1)
+        num_steps += 1
+    assert 70 < num_steps < 90
+
+
 # -- in the scheduler -----------------------------------------------------------------------------
 
 
