@@ -13,7 +13,7 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
-_FIRST = 8  # steps that are not counted: kernels and graphs are made in them
+_FIRST = 8  # steps that are soon forgotten: kernels and graphs are made in them
 _MEMORY = 50  # steps back the weight of one has fallen to a third
 _MOST = 2.0  # times what was expected that a step counts as: a hiccup is no measurement
 # Of the rows of the remembered steps, as a share of (drafts to choose from)²; with less, nothing is
@@ -37,12 +37,13 @@ class DraftSchedule:
     def ran(self, num_rows: int, seconds: float) -> None:
         """A step in which every request decodes had so many rows and took so long."""
         self._num_steps += 1
-        counted = self._num_steps - _FIRST
-        if counted <= 0:
-            return
+        rows, mean = self._means[:2].tolist()
         expected = self.seconds(np.array([num_rows]))
         if expected is not None:
             seconds = min(seconds, _MOST * float(expected[0]))
+        elif self._num_steps > _FIRST:  # no dearer than if rows were all that is paid for
+            seconds = min(seconds, _MOST * mean * max(1.0, num_rows / rows))
+        counted = max(1, self._num_steps - _FIRST)  # till then each takes the place of the last
         sample = np.array([num_rows, seconds, num_rows**2, num_rows * seconds], dtype=np.float64)
         self._means += (sample - self._means) / min(counted, _MEMORY)
 

@@ -162,6 +162,21 @@ def test_one_step_is_forgotten_as_soon_with_many_requests_as_with_one(num_reques
     assert 70 < num_steps < 90
 
 
+@pytest.mark.parametrize("num_requests", [1, 16, 64])
+def test_a_hiccup_in_the_first_step_that_counts_is_none_for_long(num_requests: int) -> None:
+    """It is one of 30 s among such of 10 ms, with all drafts, which therefore seem dear; in a few
+    steps they are verified again."""
+    schedule, most = DraftSchedule(), np.full(num_requests, 5)
+    survival = np.full((num_requests, 5), 0.9, dtype=np.float32)
+    counts = []
+    for step in range(300):
+        num_rows = num_requests + int(schedule.worthwhile(survival, most, 999).sum())
+        schedule.ran(num_rows, 30.0 if step == 8 else 0.006 + 0.00005 * num_rows)
+        counts.append(num_rows)
+    assert counts.count(num_requests) < 150
+    assert counts[-1] == 6 * num_requests
+
+
 # -- in the scheduler -----------------------------------------------------------------------------
 
 
