@@ -183,7 +183,8 @@ class Scheduler:
         self._in_flight = None
         now = self.clock()
         self._budget.ran(num_decodes, plan.arrays.num_rows, now - begun)
-        if num_decodes == len(slots):
+        rule = self.limits.draft
+        if rule is not None and rule.by_cost and num_decodes == len(slots):
             self._drafting.ran(plan.arrays.num_rows, now - begun)
         wants_logits, num_drafts = plan.arrays.wants_logits, plan.num_drafts
         table, window_pages = self._slots, self.residency.window_pages
@@ -204,8 +205,8 @@ class Scheduler:
             self.statistics.count_drafts(num_drafts, result.num_accepted)
         for slot in slots[processed >= table.next_publish[slots]].tolist():
             self._publish(slot)
-        if self.limits.draft is not None:
-            table.propose(sampled, wants_logits, result.drafts, self.limits.draft)
+        if rule is not None:
+            table.propose(sampled, wants_logits, result.drafts, rule)
 
         judged = self._judging.book(slots, plan.prompt_pieces, result.prompt_logprobs)
         requests: list[TrackedRequest] = table.requests[sampled].tolist()
