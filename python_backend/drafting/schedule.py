@@ -26,8 +26,8 @@ _FEWEST = 5  # drafts to choose from that are reckoned with
 class DraftSchedule:
     """Verifies what pays, by what steps cost. That is learned from steps in which every request
     decodes: seconds as a line over their rows, by least squares over the last steps. Where these
-    all had the same number of rows, nothing is known (any more), and all and half of the drafts are
-    tried in turn."""
+    had nearly the same number of rows, nothing is known (any more), and all and half of the drafts
+    are tried in turn."""
 
     def __init__(self) -> None:
         self._num_steps = 0
