@@ -27,10 +27,11 @@ class DraftSchedule:
     """Verifies what pays, by what steps cost. That is learned from steps in which every request
     decodes: seconds as a line over their rows, by least squares over the last steps. Where these
     had nearly the same number of rows, nothing is known (any more), and all and half of the drafts
-    are tried in turn."""
+    are tried in turn; where every step also runs prompts, nothing is learned and all are."""
 
     def __init__(self) -> None:
         self._num_steps = 0
+        self._tried_at = 0  # the number of steps when drafts were last tried
         # Weighted means: rows, seconds, rows², rows · seconds.
         self._means: Float64Array = np.zeros(4)
 
@@ -71,7 +72,9 @@ class DraftSchedule:
         order = np.argsort(-values, kind="stable")[:budget]  # equal ones of a row stay in order
         seconds = self.seconds(num_requests + np.arange(len(order) + 1), len(order))
         if seconds is None:
-            order = order[: len(order) // (1 + self._num_steps % 2)]
+            teaches = self._num_steps > self._tried_at
+            self._tried_at = self._num_steps
+            order = order[: len(order) // (1 + (teaches and self._num_steps % 2))]
         else:
             tokens = np.full(len(order) + 1, num_requests, dtype=np.float64)
             tokens[1:] += np.cumsum(values[order], dtype=np.float64)

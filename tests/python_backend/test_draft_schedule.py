@@ -83,6 +83,13 @@ def test_where_nothing_is_known_the_likeliest_and_half_of_them_are_tried_in_turn
         assert schedule.worthwhile(survival, two, 9).tolist() == [0, 2]
 
 
+def test_all_drafts_are_verified_where_nothing_can_be_learned() -> None:
+    schedule, survival = DraftSchedule(), np.full((1, 4), 0.5, dtype=np.float32)
+    schedule.ran(1, 0.01)
+    counts = [int(schedule.worthwhile(survival, np.array([4]), 9)[0]) for _ in range(4)]
+    assert counts == [2, 4, 4, 4]
+
+
 def test_equal_drafts_of_a_request_stay_in_order() -> None:
     ones = np.ones((3, 4), dtype=np.float32)
     chosen = learned(0.01, 0.0).worthwhile(ones, np.array([4, 2, 4]), 7)
