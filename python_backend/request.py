@@ -107,8 +107,7 @@ class Request:
     finish reason. `use_prefix_cache` off neither reads the prefix cache nor publishes to it.
     `speculative` off makes one token a step, also on a server that drafts. `cache_salt`: only
     requests of the same salt share pages. `priority`: a smaller one is admitted earlier and
-    preempted later. `grammar` is what the answer follows, its own; the request waits until it is
-    compiled.
+    preempted later. `grammar` is what this answer alone follows; it waits until that is compiled.
     `receiver_tells_end`: the receiver, which sees stop strings and clients that leave, calls the
     core's `cancel` with the reason that its client saw, and the request is counted by that.
     """

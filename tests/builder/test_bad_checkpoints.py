@@ -305,66 +305,6 @@ def test_configuration_that_is_not_text(checkpoint: Path, refused: Refused) -> N
     refused("config.json", "JSON")
 
 
-def test_sliced_checkpoint_runs(tmp_path: Path) -> None:
-    """A slice made by init is a whole model: it becomes an engine and runs."""
-    checkpoint, engine, out = tmp_path / "ckpt", tmp_path / "engine", tmp_path / "out.safetensors"
-    assert (
-        main(
-            [
-                "init",
-                "--config",
-                "tiny",
-                "--layer-ids",
-                "0,1,2,3,6,8,11",
-                "--experts",
-                "3",
-                "--engram-rows",
-                "200",
-                "--output_dir",
-                str(checkpoint),
-            ]
-        )
-        == 1
-    )  # 11 needs 10
-    assert (
-        main(
-            [
-                "init",
-                "--config",
-                "tiny",
-                "--layer-ids",
-                "0,1,2,3,6,8,10",
-                "--experts",
-                "3",
-                "--engram-rows",
-                "200",
-                "--output_dir",
-                str(checkpoint),
-            ]
-        )
-        == 0
-    )
-    assert main(["engine", "--checkpoint", str(checkpoint), "--output_dir", str(engine)]) == 0
-    np.save(tmp_path / "t.npy", np.arange(40))
-    assert (
-        main(
-            [
-                "forward",
-                "--engine",
-                str(engine),
-                "--tokens",
-                str(tmp_path / "t.npy"),
-                "--mode",
-                "decoder-replay",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
-    assert SafetensorsFile(out).tensors["logits"].shape == (8, 512)
-
-
 def test_nothing_is_kept_of_what_never_began(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from builder.presets import FULL, MEDIUM, PRESETS, TINY, slice_config, table_row
 from engine.config import ConfigError, ModelConfig
 from engine.config_reader import read_config_file
 from engine.config_validation import validate
+from engine.safetensors_file import SafetensorsFile
 from engine.tensor_source import (
     SafetensorsSource,
     engram_table,
@@ -243,3 +244,17 @@ def test_medium_uses_the_released_records() -> None:
     assert (MEDIUM.head_dim, MEDIUM.index_head_dim, MEDIUM.sliding_window) == (512, 128, 128)
     values = sum(int(np.prod(weight.shape)) for weight in all_weights(MEDIUM))
     assert 60e6 < values < 90e6
+
+
+def test_sliced_checkpoint_runs(tmp_path: Path) -> None:
+    """A slice made by init is a whole model: it becomes an engine and runs."""
+    checkpoint, engine, out = tmp_path / "ckpt", tmp_path / "engine", tmp_path / "out.safetensors"
+    init = ["init", "--config", "tiny", "--experts", "3", "--engram-rows", "200"]
+    init += ["--output_dir", str(checkpoint), "--layer-ids"]
+    assert main([*init, "0,1,2,3,6,8,11"]) == 1  # 11 needs 10
+    assert main([*init, "0,1,2,3,6,8,10"]) == 0
+    assert main(["engine", "--checkpoint", str(checkpoint), "--output_dir", str(engine)]) == 0
+    np.save(tmp_path / "t.npy", np.arange(40))
+    forward = ["forward", "--engine", str(engine), "--tokens", str(tmp_path / "t.npy")]
+    assert main([*forward, "--mode", "decoder-replay", "--out", str(out)]) == 0
+    assert SafetensorsFile(out).tensors["logits"].shape == (8, 512)
