@@ -26,12 +26,14 @@ from python_backend.step_plan import StepPlan
 _SAMPLES = 5
 _BUDGET_MS = 400.0  # of all replays of one sample
 _SERVED_MS = 1500.0  # of all samples of a served step
+_ROWS_AT_ONCE = 1 << 18  # of a cache that is filled
 
 
 def filled_pools(
     network: Network, limits: CoreLimits, device: str, *, quantize: bool = True
 ) -> CachePools:
-    """Caches full of rows of standard deviation one, every page alike."""
+    """Caches full of rows of standard deviation one, no two alike: equal scores would send a
+    selection on its slow way."""
     pools = pools_of(network.config, limits, network.dtype, device, quantize=quantize)
     config = network.config
     stores = [pools.window(layer) for layer in range(config.num_layers_total)]
@@ -39,8 +41,9 @@ def filled_pools(
         stores += [pools.main(source), pools.index(source)]
     for store in stores:
         if isinstance(store, PackedRows):
-            rows = torch.randn(store.data.shape[1], store.width, device=device)
-            store.data.copy_(store.layout.pack(rows))
+            for pages in store.data.split(max(1, _ROWS_AT_ONCE // store.data.shape[1])):
+                rows = torch.randn(*pages.shape[:2], store.width, device=device)
+                pages.copy_(store.layout.pack(rows))
     pools.tails.normal_()
     return pools
 

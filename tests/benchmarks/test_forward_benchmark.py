@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks.forward import show
+from benchmarks.forward import show, steps
 from benchmarks.forward.cases import (
     Case,
     Request,
@@ -23,10 +23,12 @@ from benchmarks.forward.cases import (
 from benchmarks.forward.floor import draft_bytes
 from benchmarks.forward.routing import balanced
 from benchmarks.forward.run import limits_for, rank_config, spread_warning
+from benchmarks.forward.steps import filled_pools
 from benchmarks.forward.weights import random_network
 from builder import commands
 from builder.cli import main
 from engine.network import Network, block
+from plugins.formats.rows import PackedRows
 
 
 def test_the_grammar() -> None:
@@ -79,6 +81,20 @@ def test_a_rank_has_its_share_of_the_experts() -> None:
     assert (config.n_routed_experts, config.num_experts_per_tok) == (48, 6)
     assert (config.dspark_n_routed_experts, config.dspark_num_experts_per_tok) == (16, 3)
     assert config.hidden_size == 5120
+
+
+def test_no_two_pages_of_the_caches_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of a few pages. Equal keys would score equally."""
+    monkeypatch.setattr(steps, "_ROWS_AT_ONCE", 24)
+    config = rank_config("tiny")
+    network = random_network(config, torch.bfloat16, "cpu")
+    limits = limits_for([parse("x=1*1@200")], config, replay=True, draft=False)
+    pools = filled_pools(network, limits, "cpu")
+    rows = pools.index(config.kv_source_layer_ids[-1])
+    assert isinstance(rows, PackedRows)
+    pages = rows.data.flatten(1)
+    assert len(pages.unique(dim=0)) == len(pages) == limits.num_global_pages
+    assert rows.layout.unpack(rows.data, torch.float32).std() == pytest.approx(1, rel=0.1)
 
 
 def test_what_more_requests_add_to_the_floor_of_a_draft_pass() -> None:
