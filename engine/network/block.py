@@ -12,12 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.config import ModelConfig
+from engine.network.beside import Beside
 from engine.network.precision import wide
 from engine.network.weights import HyperWeights, LayerWeights, MoeWeights
 from plugins.mega_gate import mega_gate
-from plugins.mega_mhc import HcMix, hc_collapse, hc_expand, hc_mix, mega_mhc
+from plugins.mega_mhc import HcMix, hc_advance, hc_collapse, hc_expand, hc_mix, mega_mhc
 from plugins.moe import moe
 from plugins.norm import rms_norm
+from plugins.registry import runs_kernels
+
+# Up to this many rows, the most measured, a mix is made beside its sublayer, whose launches leave
+# room for it then (docs/kernels/mega_mhc.md).
+MOST_ROWS_BESIDE = 32
 
 
 class Residual(NamedTuple):
@@ -46,7 +52,7 @@ class SublayerInput(NamedTuple):
     """The streams before a sublayer, its own mix of them, and what it sees of them."""
 
     streams: torch.Tensor  # [T, S, D]
-    mix: HcMix
+    mix: HcMix | Beside[HcMix]
     u: torch.Tensor  # [T, D]
 
 
@@ -56,10 +62,15 @@ class SublayerOutput(NamedTuple):
 
     streams: torch.Tensor  # [T, S, D] before the sublayer
     y: torch.Tensor  # [T, D]
-    mix: HcMix
+    mix: HcMix | Beside[HcMix]
 
     def written(self) -> Residual:
-        return Residual(hc_expand(self.streams, self.y, self.mix.post, self.mix.comb), self.mix.pre)
+        mix = taken(self.mix)
+        return Residual(hc_expand(self.streams, self.y, mix.post, mix.comb), mix.pre)
+
+
+def taken(mix: HcMix | Beside[HcMix]) -> HcMix:
+    return mix.take() if isinstance(mix, Beside) else mix
 
 
 def written(before: Residual | SublayerOutput) -> Residual:
@@ -79,9 +90,21 @@ def sublayer_input(
     if isinstance(before, Residual):
         mix = hc_mix(before.streams, *operands, **sizes)
         return SublayerInput(before.streams, mix, collapse(before, norm, config))
-    streams, y, last = before
-    made = mega_mhc(streams, y, last.post, last.comb, last.pre, *operands, norm, **sizes)
-    return SublayerInput(*made)
+    last = taken(before.mix)
+    pieces = before.streams, before.y, last.post, last.comb, last.pre
+    if not _beside(before.streams):
+        return SublayerInput(*mega_mhc(*pieces, *operands, norm, **sizes))
+    streams, u = hc_advance(*pieces, norm, norm_eps=config.rms_norm_eps)
+    beside = Beside("mix", lambda of: hc_mix(of, *operands, **sizes), streams)
+    return SublayerInput(streams, beside, u)
+
+
+def _beside(streams: torch.Tensor) -> bool:
+    """Whether the next mix is made beside the sublayer. Not for a gradient, which would keep what
+    the other stream reads, and free it in an order of its own."""
+    if torch.is_grad_enabled() or not runs_kernels(streams):
+        return False
+    return streams.shape[0] <= MOST_ROWS_BESIDE
 
 
 def attention_input(

@@ -14,6 +14,7 @@ import torch
 
 from engine.batch import RaggedBatch
 from engine.config import ConfigError, ModelConfig
+from engine.network.beside import Beside
 from engine.network.weights import EngramWeights, LayerWeights
 from plugins.engram import engram_gate, engram_layout, engram_lookup, engram_rows
 from plugins.linear import linear
@@ -84,38 +85,20 @@ class EngramMemories:
         dtype: torch.dtype,
     ) -> None:
         """rows [T, columns] of each Engram layer's table."""
-        # Until its memory is taken: the allocator knows nothing of the other stream's reading.
-        self._rows = dict(rows)
-        self._made: dict[int, torch.Tensor] = {}
-        self._ready: dict[int, torch.cuda.Event] = {}
+        self._made: dict[int, Beside[torch.Tensor]] = {}
         for layer, of_layer in rows.items():
             weights = layers[layer].engram
             if weights is None:  # a diagnostic network without this memory
                 continue
+            lookup = functools.partial(engram_lookup, weights.table, dtype=dtype)
+            started = time.monotonic()
+            self._made[layer] = Beside("engram", lookup, of_layer)
             if not of_layer.is_cuda:
-                started = time.monotonic()
-                self._made[layer] = engram_lookup(weights.table, of_layer, dtype)
                 self.seconds = (self.seconds or 0.0) + time.monotonic() - started
-                continue
-            beside = _side_stream(of_layer.device)
-            # Also what used the memory that the allocator gives out again has then run.
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
-                self._made[layer] = engram_lookup(weights.table, of_layer, dtype)
-                self._ready[layer] = beside.record_event()
 
     def take(self, layer: int) -> torch.Tensor:
         """The layer's memory, once."""
-        if layer in self._ready:
-            torch.cuda.current_stream().wait_event(self._ready.pop(layer))
-        del self._rows[layer]
-        return self._made.pop(layer)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
+        return self._made.pop(layer).take()
 
 
 def inject(

@@ -2,8 +2,9 @@
 
 One kernel passes once over the streams and does what it is asked to: expand, the products and the
 squares of the next mix, collapse (`kernel_pass.py`). A second one adds those up, finishes the mix
-and normalises what was collapsed (`kernel_finish.py`). A row's sums over the width are always made
-of the same parts in the same order, whether programs share a row or not.
+and normalises what was collapsed, or a third one only normalises (`kernel_finish.py`). A row's sums
+over the width are always made of the same parts in the same order, whether programs share a row or
+not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from plugins.device.launch import INTERPRETED, needs_reference, padded, unit_stride
 from plugins.device.overlap import overlaps
 from plugins.mega_mhc import kernel_hopper as hopper
-from plugins.mega_mhc.kernel_finish import finish
+from plugins.mega_mhc.kernel_finish import finish, normalise
 from plugins.mega_mhc.kernel_pass import stack, streams_pass
 from plugins.mega_mhc.reference import HcMix
 from plugins.registry import OPERATORS
@@ -159,10 +160,20 @@ class _Pass:
             self.sums, base, scale, *mix, _given(collapsed, base), _given(norm, base), rows,
             sinkhorn_iters, hc_eps, norm_eps, self.width, s, self.num_sums, self.parts,
             self.per_part, of_program, collapsed is not None,
-            min(_NORM_TILE, padded(self.width)), self.overlap, not INTERPRETED,
+            self._norm_tile(), self.overlap, not INTERPRETED,
             num_warps=_FINISH_WARPS, launch_pdl=self.overlap, enable_fp_fusion=False,
         )  # fmt: skip
         return mix
+
+    def normalise(self, collapsed: torch.Tensor, norm: torch.Tensor, norm_eps: float) -> None:
+        """`collapsed` in place, bit for bit as `finish` does it."""
+        normalise[(self.rows,)](
+            collapsed, norm, norm_eps, self.width, self._norm_tile(), self.overlap,
+            num_warps=_FINISH_WARPS, launch_pdl=self.overlap, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _norm_tile(self) -> int:
+        return min(_NORM_TILE, padded(self.width))
 
 
 def _given(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
@@ -216,6 +227,30 @@ def hc_expand(
         reference: torch.Tensor = OPERATORS["hc_expand"].reference(streams, y, post, comb)
         return reference
     return _Pass(streams).run(y=y, post=post.contiguous(), comb=comb.contiguous())[0]
+
+
+def hc_advance(
+    streams: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    norm: torch.Tensor,
+    *,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bit for bit what mega_mhc makes, without the mix."""
+    if not streams.numel() or not _knows(streams, y, post, comb, pre, norm):
+        reference: tuple[torch.Tensor, torch.Tensor] = OPERATORS["hc_advance"].reference(
+            streams, y, post, comb, pre, norm, norm_eps=norm_eps
+        )
+        return reference
+    one = _Pass(streams)
+    expanded, collapsed = one.run(
+        y=y, post=post.contiguous(), comb=comb.contiguous(), pre=pre.contiguous()
+    )
+    one.normalise(collapsed, norm, norm_eps)
+    return expanded, collapsed
 
 
 def mega_mhc(

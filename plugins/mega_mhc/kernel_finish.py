@@ -189,6 +189,14 @@ def _normalise_row(
         tl.store(at + column, normed, mask=column < WIDTH)
 
 
+@triton.jit
+def normalise(
+    collapsed, weight, norm_eps, WIDTH: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """A row of `collapsed` a program, where it lies."""
+    _normalise_row(tl.program_id(0), collapsed, weight, norm_eps, WIDTH, TILE, OVERLAP)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def finish(
     sums, base, scale, pre, post, comb, collapsed, weight, num_rows, sinkhorn_iters, hc_eps,

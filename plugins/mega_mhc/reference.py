@@ -2,7 +2,8 @@
 
 A sublayer computes its mix from the streams before it; `post` and `comb` write the sublayer's
 output back, while `pre` is consumed by the NEXT sublayer's collapse. That order lets one kernel do
-expand, the next mix, collapse and norm in one pass over the streams: that is `mega_mhc`.
+expand, the next mix, collapse and norm in one pass over the streams: that is `mega_mhc`. Nothing
+needs the mix before the sublayer's output is there: `hc_advance` leaves it out, to be made beside.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from plugins.elementwise import sigmoid
 from plugins.linear.tiles import row_tiled
-from plugins.mega_mhc.schema import HC_COLLAPSE, HC_EXPAND, HC_MIX, MEGA_MHC
+from plugins.mega_mhc.schema import HC_ADVANCE, HC_COLLAPSE, HC_EXPAND, HC_MIX, MEGA_MHC
 from plugins.norm import rms_norm
 from plugins.registry import operator
 
@@ -85,6 +86,22 @@ def hc_expand(
         tuple(comb[:, i, :, None] * wide[:, i, None, :] for i in range(streams.shape[1]))
     )
     return (injected + mixed).to(streams.dtype)
+
+
+@operator(HC_ADVANCE)
+def hc_advance(
+    streams: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    pre: torch.Tensor,
+    norm: torch.Tensor,
+    *,
+    norm_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What mega_mhc makes, without the mix: (streams [T, S, D], u [T, D])."""
+    expanded = hc_expand(streams, y, post, comb)
+    return expanded, rms_norm(hc_collapse(expanded, pre), norm, norm_eps)
 
 
 @operator(MEGA_MHC)

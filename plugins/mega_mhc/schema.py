@@ -1,4 +1,5 @@
-"""Contracts of the three pieces of one hyper-connection step, and of the step."""
+"""Contracts of the three pieces of one hyper-connection step, and of the step, with its mix or
+without."""
 
 from __future__ import annotations
 
@@ -46,6 +47,17 @@ HC_EXPAND = OperatorSchema(
     ties="none: nothing is selected",
     deterministic="a row depends on its own streams only; sources are added in ascending order",
     source=HC_MIX.source,
+)
+
+HC_ADVANCE = OperatorSchema(
+    name="hc_advance",
+    inputs=(*HC_EXPAND.inputs, TensorSpec("pre", ("T", "S")), TensorSpec("norm", ("D",))),
+    outputs=(*HC_EXPAND.outputs, TensorSpec("u", ("T", "D"))),
+    attributes=("norm_eps",),
+    ties="none: nothing is selected",
+    deterministic=HC_EXPAND.deterministic,
+    source=HC_MIX.source,
+    composite=True,
 )
 
 MEGA_MHC = OperatorSchema(

@@ -11,7 +11,7 @@ from plugins.device.launch import Limits
 from plugins.mega_gate import kernel as gate
 from plugins.mega_mhc import kernel as mhc
 from plugins.mega_mhc import kernel_hopper as mhc_hopper
-from plugins.mega_mhc.kernel_finish import finish
+from plugins.mega_mhc.kernel_finish import finish, normalise
 from plugins.mega_mhc.kernel_hopper import streams_hopper
 from plugins.mega_mhc.kernel_pass import stack, streams_pass
 from plugins.moe import kernel as moe
@@ -151,6 +151,12 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             }, 1,
         ),
         ("mhc of few rows", *streams(64, OVERLAP=True)),
+        ("advance of few rows", *streams(32, OVERLAP=True, MIX=False)),
+        ("mhc of a mix alone", *streams(32, OVERLAP=True, EXPAND=False, COLLAPSE=False)),
+        (
+            "normalise", normalise, MHC,
+            {"WIDTH": 5120, "TILE": 1024, "OVERLAP": True}, 4,
+        ),
         ("expand", *streams(8192, MIX=False, COLLAPSE=False)),
         (
             "mhc of warp groups", streams_hopper, MHC,

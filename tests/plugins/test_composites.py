@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from plugins.registry import OPERATORS
 
 # Of each one the nodes of a graph, by hand.
 NODES = {
+    "hc_advance": ["hc_expand", "hc_collapse", "norm"],
     "index_queries": ["rope", "round_queries"],
     "linear_pair": ["linear", "linear"],
     "markov_choice": [],
@@ -71,12 +73,14 @@ def arguments_of(name: str, dtype: torch.dtype) -> dict[str, Any]:
             return {"x": normal(ROWS, WIDTH), "first": first, "second": second}
         case "markov_choice":
             return MARKOV_CASES[1].operands(dtype)
-        case "mega_mhc":
+        case "mega_mhc" | "hc_advance":
             case = MhcCase("some rows", ROWS, 4, WIDTH)
             given = case.operands(dtype) | ATTRIBUTES
             mix = {"pre": (4,), "post": (4,), "comb": (4, 4)}
             made = {one: normal(ROWS, *shape) for one, shape in mix.items()}
-            return {**given, **made, "y": case.output(dtype), "norm": normal(WIDTH)}
+            given |= {**made, "y": case.output(dtype), "norm": normal(WIDTH)}
+            parameters = inspect.signature(OPERATORS[name].reference).parameters
+            return {one: given[one] for one in parameters}
         case "pooled_rows":
             wide = torch.promote_types(dtype, torch.float32)
             rows = PreviousCase("", (2, 1), (3, 0), WIDTH).operands(wide)

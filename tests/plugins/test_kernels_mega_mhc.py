@@ -63,7 +63,9 @@ def test_pieces(case: MhcCase, dtype: torch.dtype) -> None:
     close([ours], [mixed], STREAMS[dtype])
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(66, torch.float32), (3, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(66, torch.float32), (3, torch.bfloat16), (18, torch.bfloat16)]
+)
 def test_one_pass_equals_the_pieces(rows: int, dtype: torch.dtype) -> None:
     """From the streams that it wrote itself; the width is no multiple of a tile."""
     case = MhcCase("pass", rows, 4, 70)
@@ -77,6 +79,9 @@ def test_one_pass_equals_the_pieces(rows: int, dtype: torch.dtype) -> None:
         streams, y, post, comb, pre, **operands, norm=norm, **ATTRIBUTES
     )
     assert torch.equal(expanded, kernel.hc_expand(streams, y, post, comb))
+    without = kernel.hc_advance(streams, y, post, comb, pre, norm, norm_eps=1e-20)
+    for one, other in zip(without, (expanded, u), strict=True):
+        assert torch.equal(one, other)
     for one, alone in zip(mix, kernel.hc_mix(expanded, **operands, **ATTRIBUTES), strict=True):
         assert torch.equal(one, alone)
     collapsed = kernel.hc_collapse(expanded, pre).double()

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.network import Network, load_weights
+from engine.network import Network, block, load_weights
 from engine.network.decoder import DecoderOutput
 from engine.network.device import moved
 from engine.network.draft import DraftOutput
@@ -147,6 +148,48 @@ def test_engram_tables_on_the_host_give_the_bits_of_tables_on_the_device(
         assert torch.equal(one, other)
     for name in ("global_pages", "window_pages", "tails"):
         assert torch.equal(getattr(host_pools, name), getattr(device_pools, name)), name
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["launches", "graphs"])
+@pytest.mark.parametrize("draft", [None, DraftRule(most=3, min_survival=0.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixes_made_beside_give_the_bits_of_mixes_in_line(
+    network_of: Callable[[torch.dtype], Network],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    draft: DraftRule | None,
+    graphs: bool,
+) -> None:
+    """Memory that one stream frees and the other still reads would show, in the second round of the
+    same requests too."""
+    given = network_of(dtype)
+    network = Network(given.config, moved(given.weights, "cuda"))
+    bounds = replace(BOUNDS, draft=draft)
+    advance, answers = block.hc_advance, []
+    for most in (0, block.MOST_ROWS_BESIDE):
+        beside: list[int] = []
+
+        def noted(
+            streams: torch.Tensor, *rest: Any, beside: list[int] = beside, **sizes: Any
+        ) -> Any:
+            beside.append(len(streams))
+            return advance(streams, *rest, **sizes)
+
+        monkeypatch.setattr(block, "MOST_ROWS_BESIDE", most)
+        monkeypatch.setattr(block, "hc_advance", noted)
+        pools = pools_of(network.config, bounds, network.dtype, "cuda")
+        executor = Padded(network, pools, bounds, graphs=graphs, capture_after=0)
+        rounds = [answered(executor, bounds) for _ in range(2)]
+        assert bool(beside) == (most > 0)
+        assert max(beside, default=0) <= most
+        assert (executor.num_graphs > 0) == graphs
+        answers.append((rounds, pools))
+    (expected, in_line), (ours, made_beside) = answers
+    for (outputs, logits), (right, right_logits) in zip(ours, expected, strict=True):
+        assert outputs == right
+        assert all(map(torch.equal, logits, right_logits))
+    for name in ("global_pages", "window_pages", "tails"):
+        assert torch.equal(getattr(made_beside, name), getattr(in_line, name)), name
 
 
 def test_calibrated_inputs_are_served_without_graphs(
