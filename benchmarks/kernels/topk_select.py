@@ -44,7 +44,7 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
     blocks_reference = OPERATORS["candidate_blocks"].reference
     sizes = {"block_size": BLOCK, "num_blocks": LISTED}
     for count, columns in BLOCKS:
-        cost = 4.0 * count * columns + count * columns / BLOCK
+        cost = 4.0 * count * columns + 8 * count * LISTED
         sets = [torch.randn(count, columns, device=DEVICE) for _ in range(rotations(cost))]
         visible = torch.full((count,), columns, device=DEVICE)
         ours = [lambda x=x, v=visible: kernel.candidate_blocks(x, v, **sizes) for x in sets]

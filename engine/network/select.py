@@ -25,7 +25,7 @@ class Selection(NamedTuple):
     """What an index source publishes for the layers above it, within one segment of one step."""
 
     main_slots: torch.Tensor  # [T, K] slots of the selected entries, −1 padded
-    candidates: torch.Tensor | None  # [T, blocks] bool, None until the candidate source scored
+    candidates: torch.Tensor | None  # [T, B] blocks, −1 padded; None until their source scored
 
 
 def select(
@@ -54,19 +54,17 @@ def select(
         entries = torch.where(entry < num_visible.unsqueeze(-1), entry, -1)
     else:
         k, block_size = config.index_topk, config.candidate_block_size
-        num_blocks = config.candidate_topk_blocks
         scored = _scored(u, q_latent, layer, weights, config, rows, cache, inv_freq)
         if candidates is None:
             scores = index_scores(*scored)
             if layer == config.candidate_source_layer_id:
+                num_blocks = config.candidate_topk_blocks
                 candidates = candidate_blocks(
                     scores, num_visible, block_size=block_size, num_blocks=num_blocks
                 )
             entries = topk_select(scores, k)
         else:
-            entries = candidate_topk(
-                *scored, candidates, k=k, block_size=block_size, num_blocks=num_blocks
-            )
+            entries = candidate_topk(*scored, candidates, k=k, block_size=block_size)
     return Selection(cache.entry_slots(ratio, rows.request.unsqueeze(-1), entries), candidates)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.network import attention, encoder, select
+from plugins.indexer.reference import within_blocks
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.topk_select import topk_select
 
@@ -55,15 +56,14 @@ def _random_candidates(original: Any) -> Callable[..., torch.Tensor]:
 
     def candidate_topk(
         queries: Any, head_weights: Any, keys: Any, key_slots: KeySlots, request: Any,
-        num_visible: torch.Tensor, blocks_mask: torch.Tensor, *, k: int, block_size: int,
-        num_blocks: int,
+        num_visible: torch.Tensor, blocks: torch.Tensor, *, k: int, block_size: int,
     ) -> torch.Tensor:  # fmt: skip
         device = num_visible.device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(1)
         shape = len(num_visible), pages_of(key_slots).count
         scores = torch.rand(shape, generator=generators[device], device=device)
-        inside = blocks_mask.repeat_interleave(block_size, dim=1)[:, : shape[1]]
+        inside = within_blocks(blocks, shape[1], block_size)
         seen = torch.arange(shape[1], device=device) < num_visible.unsqueeze(1)
         return topk_select(scores.masked_fill(~(inside & seen), -torch.inf), k)
 

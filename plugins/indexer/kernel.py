@@ -18,7 +18,7 @@ import triton.language as tl
 
 from plugins.device.launch import INTERPRETED, limits, needs_reference, padded, unit_stride
 from plugins.device.rows import MXFP4_WORDS, DeviceRows, device_rows, entry_slots, load_rows
-from plugins.indexer.kernel_candidates import list_blocks, name_entries
+from plugins.indexer.kernel_candidates import name_entries
 from plugins.indexer.kernel_float8 import scores_float8
 from plugins.indexer.kernel_keys import WIDTH as FLOAT8_WIDTH
 from plugins.indexer.kernel_queries import index_queries as index_queries
@@ -33,7 +33,6 @@ _KEY_TILE = 128
 # Entries of one program: the queries are loaded once for them where a program has one row.
 _RUN_TILES = 4
 _NAMES = 512
-_NAMED_BLOCKS = 4096
 # Rows of one request that share decoded keys, at most.
 _MAX_ROWS = 4
 
@@ -259,36 +258,30 @@ def candidate_topk(
     key_slots: KeySlots,
     request: torch.Tensor,
     num_visible: torch.Tensor,
-    blocks_mask: torch.Tensor,
+    blocks: torch.Tensor,
     *,
     k: int,
     block_size: int,
-    num_blocks: int,
 ) -> torch.Tensor:
     """As the reference, which runs for float64, a gradient or an unknown record. Precision and what
     a row depends on are those of index_scores."""
     if device_rows(keys) is None or needs_reference(queries, head_weights):
         reference: torch.Tensor = OPERATORS["candidate_topk"].reference(
-            queries, head_weights, keys, key_slots, request, num_visible, blocks_mask,
-            k=k, block_size=block_size, num_blocks=num_blocks,
+            queries, head_weights, keys, key_slots, request, num_visible, blocks,
+            k=k, block_size=block_size,
         )  # fmt: skip
         return reference
-    rows, blocks = blocks_mask.shape
-    width = min(num_blocks, blocks)
+    rows = len(queries)
     entries = request.new_empty((rows, min(k, pages_of(key_slots).count)))
     if entries.numel() == 0:
         return entries
-    mask = unit_stride(blocks_mask).view(torch.uint8)
-    listed = request.new_empty((rows, width))
-    tile = min(_NAMED_BLOCKS, padded(blocks))
-    list_blocks[(triton.cdiv(blocks, tile), rows)](
-        mask, mask.stride(0), blocks, listed, width, tile, num_warps=4
-    )
+    blocks = unit_stride(blocks)
     scores = candidate_scores(
-        queries, head_weights, keys, key_slots, request, num_visible, listed, block_size=block_size
+        queries, head_weights, keys, key_slots, request, num_visible, blocks, block_size=block_size
     )
     columns = topk_select(scores, k)
     name_entries[(triton.cdiv(entries.shape[1], _NAMES), rows)](
-        columns, columns.shape[1], listed, width, entries, entries.shape[1], block_size, _NAMES
-    )
+        columns, columns.shape[1], blocks, blocks.stride(0),
+        entries, entries.shape[1], block_size, _NAMES,
+    )  # fmt: skip
     return entries

@@ -104,17 +104,25 @@ def candidate_topk(
     key_slots: KeySlots,
     request: torch.Tensor,
     num_visible: torch.Tensor,
-    blocks_mask: torch.Tensor,
+    blocks: torch.Tensor,
     *,
     k: int,
     block_size: int,
-    num_blocks: int,
 ) -> torch.Tensor:
     """Level two: the k best of index_scores inside the candidate blocks, as topk_select.
 
-    blocks_mask bool [T, ceil(n / block_size)], at most `num_blocks` true in a row. Returns entries
+    blocks int64 [T, B], ascending, −1 at the end, as candidate_blocks lists them. Returns entries
     int64 [T, min(k, n)], ascending, −1 at the end. A kernel scores the candidates alone.
     """
     scores = index_scores(queries, head_weights, keys, key_slots, request, num_visible)
-    inside = blocks_mask.repeat_interleave(block_size, dim=1)[:, : scores.shape[1]]
-    return topk_select(scores.masked_fill(~inside, -torch.inf), k)
+    outside = ~within_blocks(blocks, scores.shape[1], block_size)
+    return topk_select(scores.masked_fill(outside, -torch.inf), k)
+
+
+def within_blocks(blocks: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
+    """Which of `count` entries lie in blocks int64 [T, B], where −1 is none: bool [T, count]."""
+    num_blocks = -(-count // block_size)
+    # One block more, which −1 names.
+    named = torch.zeros(len(blocks), num_blocks + 1, dtype=torch.bool, device=blocks.device)
+    named.scatter_(1, blocks.where(blocks >= 0, num_blocks), True)
+    return named.repeat_interleave(block_size, dim=1)[:, :count]

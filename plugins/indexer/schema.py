@@ -24,9 +24,9 @@ INDEX_SCORES = OperatorSchema(
 
 CANDIDATE_TOPK = OperatorSchema(
     name="candidate_topk",
-    inputs=(*INDEX_SCORES.inputs, TensorSpec("blocks_mask", ("T", "ceil(n/block_size)"), "bool")),
+    inputs=(*INDEX_SCORES.inputs, TensorSpec("blocks", ("T", "B"), "int64")),
     outputs=(TensorSpec("selected", ("T", "min(k,n)"), "int64"),),
-    attributes=("k", "block_size", "num_blocks"),
+    attributes=("k", "block_size"),
     ties="of equal scores the lower index wins",
     deterministic=INDEX_SCORES.deterministic,
     source="technical report, compressed sparse attention, level two of the two-level selection",

@@ -83,25 +83,21 @@ def _list(
 @triton.jit
 def _select_part(
     scores, row_stride, columns, num_columns, list_scores, list_columns, kept_scores, kept_columns,
-    out_width, k, mask,
+    out_width, k,
     PART: tl.constexpr, GROUPS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, MASK: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The k best of one part, in the order of their columns.
 
     FIRST: a column is its place in the row, otherwise `columns` names it. LAST: the columns are the
     result, otherwise they and the scores are what the next round selects from; −1 and −inf where
-    there are fewer. MASK: the result is a mask, uint8 [rows, out_width], instead.
+    there are fewer.
     """
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     k = tl.cast(k, tl.int32)  # where it is 1, a compile-time constant until here
     scores += row * row_stride
     start = part * PART
     end = tl.minimum(start + PART, num_columns)
-    if MASK and FIRST:
-        for first in range(start, end, TILE):
-            place = first + tl.arange(0, TILE)
-            tl.store(mask + row * num_columns + place, tl.zeros([TILE], tl.uint8), mask=place < end)
     if PART <= LIST:
         place = start + tl.arange(0, PART)
         score = _load(scores, place, end)
@@ -146,22 +142,17 @@ def _select_part(
     column = place
     if not FIRST:
         column = tl.load(columns + row * row_stride + place, mask=kept, other=0)
-    if MASK and LAST:
-        ones = tl.full([score.shape[0]], 1, tl.uint8)
-        column = tl.max_contiguous(tl.multiple_of(column, 4), 4)  # as in _list
-        tl.store(mask + row * out_width + column, ones, mask=kept)
-    else:
-        rank = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        rank = tl.max_contiguous(tl.multiple_of(rank, 4), 4)
-        out = row * out_width + part * k
-        tl.store(kept_columns + out + rank, column.to(kept_columns.dtype.element_ty), mask=kept)
+    rank = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    rank = tl.max_contiguous(tl.multiple_of(rank, 4), 4)  # as in _list
+    out = row * out_width + part * k
+    tl.store(kept_columns + out + rank, column.to(kept_columns.dtype.element_ty), mask=kept)
+    if not LAST:
+        tl.store(kept_scores + out + rank, score, mask=kept)
+    for first in range(wanted, k, TILE):
+        empty = first + tl.arange(0, TILE)
+        tl.store(kept_columns + out + empty, -1, mask=empty < k)
         if not LAST:
-            tl.store(kept_scores + out + rank, score, mask=kept)
-        for first in range(wanted, k, TILE):
-            empty = first + tl.arange(0, TILE)
-            tl.store(kept_columns + out + empty, -1, mask=empty < k)
-            if not LAST:
-                tl.store(kept_scores + out + empty, float("-inf"), mask=empty < k)
+            tl.store(kept_scores + out + empty, float("-inf"), mask=empty < k)
 
 
 @triton.jit
@@ -192,7 +183,7 @@ def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
     scores, k = unit_stride(scores), min(k, scores.shape[1])
     if takes_levels(scores.shape[0], scores.shape[1], k):
         return select_by_levels(scores, k)
-    return _select(scores, k, mask=False)
+    return _select(scores, k)
 
 
 def candidate_blocks(
@@ -214,18 +205,15 @@ def candidate_blocks(
             scores, scores.stride(0), columns, num_visible, block_scores, blocks,
             torch.finfo(scores.dtype).max, block_size, padded(block_size, 1), tile, num_warps=8,
         )  # fmt: skip
-    return _select(block_scores, min(num_blocks, blocks), mask=True).view(torch.bool)
+    return _select(block_scores, min(num_blocks, blocks))
 
 
-def _select(scores: torch.Tensor, k: int, *, mask: bool) -> torch.Tensor:
-    """The k best of each row: their columns, int64 [T, k], ascending, −1 at the end; or a mask of
-    them, uint8 [T, n]."""
+def _select(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The k best of each row: their columns, int64 [T, k], ascending, −1 at the end."""
     rows, width = scores.shape
     device = scores.device
     if rows == 0 or k == 0:
-        empty = torch.zeros(rows, width, dtype=torch.uint8, device=device)
-        return empty if mask else torch.empty(rows, k, dtype=torch.int64, device=device)
-    result = torch.empty(rows, width, dtype=torch.uint8, device=device) if mask else scores
+        return torch.empty(rows, k, dtype=torch.int64, device=device)
     columns = scores  # a stand-in: the first round reads no names
     first = True
     while True:
@@ -245,12 +233,11 @@ def _select(scores: torch.Tensor, k: int, *, mask: bool) -> torch.Tensor:
         held = min(groups, part)
         list_scores = torch.empty(rows * parts * listed, dtype=torch.float32, device=device)
         list_columns = torch.empty(rows * parts * listed, dtype=torch.int32, device=device)
-        kept_scores, kept = scores, scores
+        kept_scores = scores
         if not last:
             kept_scores = torch.empty(rows, out_width, dtype=torch.float32, device=device)
-            kept = torch.empty(rows, out_width, dtype=torch.int32, device=device)
-        elif not mask:
-            kept = torch.empty(rows, k, dtype=torch.int64, device=device)
+        names = torch.int64 if last else torch.int32
+        kept = torch.empty(rows, out_width, dtype=names, device=device)
         warps = 4 if held <= _GROUPS else 8 if held <= 8192 else 16
         alone = rows * parts <= limits(device).multiprocessors
         if alone and held == _GROUPS:
@@ -258,12 +245,10 @@ def _select(scores: torch.Tensor, k: int, *, mask: bool) -> torch.Tensor:
             warps = 8
         _select_part[(parts, rows)](
             scores, scores.stride(0), columns, width, list_scores, list_columns, kept_scores, kept,
-            result.shape[1] if mask and last else out_width, k, result,
-            part, held, listed, min(_TILE, part), first, last, mask,
-            num_warps=warps,
+            out_width, k, part, held, listed, min(_TILE, part), first, last, num_warps=warps,
         )  # fmt: skip
         if last:
-            return result if mask else kept
+            return kept
         scores, columns, width, first = kept_scores, kept, out_width, False
 
 

@@ -20,24 +20,18 @@ def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
 
     Returns int64 [T, min(k, n)], padded with −1 at the end where fewer than k entries qualify.
     """
-    width = min(k, scores.shape[1])
-    selected = torch.full((scores.shape[0], width), -1, dtype=torch.int64, device=scores.device)
-    row_tile = max(1, _COUNT_BYTES[scores.device.type] // (8 * max(1, scores.shape[1])))
-    for start in range(0, scores.shape[0], row_tile):
-        best = _best(scores[start : start + row_tile], width)
-        rows, columns = best.nonzero(as_tuple=True)
-        selected[start + rows, (best.cumsum(1) - 1)[rows, columns]] = columns
-    return selected
+    return _selected(scores, k)
 
 
 @operator(CANDIDATE_BLOCKS)
 def candidate_blocks(
     scores: torch.Tensor, num_visible: torch.Tensor, *, block_size: int, num_blocks: int
 ) -> torch.Tensor:
-    """Level one: the `num_blocks` best blocks of `block_size` columns, bool [T, ceil(n/block)].
+    """Level one: the `num_blocks` best blocks of `block_size` columns, ascending.
 
     A block's score is its best entry's. The block of the newest visible entry (num_visible [T],
-    entries visible to the row) is always in; blocks with nothing above −inf never are.
+    entries visible to the row) is always in; blocks with nothing above −inf never are. Returns
+    int64 [T, min(num_blocks, ceil(n / block_size))], −1 at the end as in topk_select.
     """
     columns = scores.shape[1]
     blocks = -(-columns // block_size)
@@ -48,7 +42,18 @@ def candidate_blocks(
     block_scores = block_scores.clamp(max=torch.finfo(scores.dtype).max)
     newest = torch.div(num_visible - 1, block_size, rounding_mode="floor")
     is_newest = torch.arange(blocks, device=scores.device) == newest.unsqueeze(1)
-    return _best(block_scores.masked_fill(is_newest, torch.inf), min(num_blocks, blocks))
+    return _selected(block_scores.masked_fill(is_newest, torch.inf), num_blocks)
+
+
+def _selected(scores: torch.Tensor, k: int) -> torch.Tensor:
+    width = min(k, scores.shape[1])
+    selected = torch.full((scores.shape[0], width), -1, dtype=torch.int64, device=scores.device)
+    row_tile = max(1, _COUNT_BYTES[scores.device.type] // (8 * max(1, scores.shape[1])))
+    for start in range(0, scores.shape[0], row_tile):
+        best = _best(scores[start : start + row_tile], width)
+        rows, columns = best.nonzero(as_tuple=True)
+        selected[start + rows, (best.cumsum(1) - 1)[rows, columns]] = columns
+    return selected
 
 
 def _best(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -188,10 +188,10 @@ def test_random_selection_stays_within_the_candidates() -> None:
     """Blocks of two: 0, 1, 6 and 7 are candidates, 7 is not seen. Every one is drawn at times."""
     slots = torch.zeros(1, 8, dtype=torch.int64)
     rows = torch.zeros(64, dtype=torch.int64)
-    mask = torch.tensor([[True, False, False, True]]).expand(64, -1)
+    blocks = torch.tensor([[0, 3, -1]]).expand(64, -1)
     with ablated("indexer"):
         drawn = vars(select)["candidate_topk"](
-            None, None, None, slots, rows, rows + 7, mask, k=2, block_size=2, num_blocks=2
+            None, None, None, slots, rows, rows + 7, blocks, k=2, block_size=2
         )
     assert {tuple(row) for row in drawn.tolist()} == {(0, 1), (0, 6), (1, 6)}
 

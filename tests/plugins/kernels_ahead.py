@@ -67,8 +67,7 @@ SELECT = {
     "kept_scores": "*fp32", "kept_columns": "*i32", "out_width": "i32", "k": "i32",
     "list_scores": "*fp32", "list_columns": "*i32",
     "num_visible": "*i64", "block_scores": "*fp32", "num_blocks": "i32", "largest": "fp32",
-    "blocks": "*i64", "num_listed": "i32", "mask": "*u8", "mask_stride": "i32",
-    "listed": "*i64", "entries": "*i64", "num_entries": "i32",
+    "blocks": "*i64", "blocks_stride": STRIDE, "entries": "*i64", "num_entries": "i32",
     "eights": "*fp32", "num_eights": STRIDE, "tops": "*fp32", "num_tops": STRIDE,
     "names": "*i32", "selected": "*i64",
 }  # fmt: skip
@@ -187,7 +186,6 @@ def index_float8_kernels() -> Kernels:
 def kernels(device: Limits) -> Kernels:
     one = {
         "PART": 16_384, "GROUPS": 2048, "LIST": 1024, "TILE": 2048, "FIRST": True, "LAST": False,
-        "MASK": False,
     }  # fmt: skip
     return [
         *kernels_ahead_attention.kernels(device),
@@ -201,13 +199,12 @@ def kernels(device: Limits) -> Kernels:
             {**one, "PART": 1024, "FIRST": False, "LAST": True}, 4,
         ),
         (
-            "select blocks", select._select_part, {**SELECT, "kept_columns": "*fp32"},
-            {**one, "GROUPS": 8192, "LIST": 4096, "LAST": True, "MASK": True}, 8,
+            "select blocks", select._select_part, {**SELECT, "kept_columns": "*i64"},
+            {**one, "GROUPS": 8192, "LIST": 4096, "FIRST": False, "LAST": True}, 8,
         ),
         ("select block tops", levels.block_tops, SELECT, {"TILE": 4096}, 8),
         ("select levels", levels.descend, SELECT, {"TOP": 2048, "ROOM": 512}, 8),
         ("block scores", select._block_scores, SELECT, {"BLOCK": 8, "PADDED": 8, "TILE": 512}, 8),
-        ("list blocks", candidates.list_blocks, SELECT, {"TILE": 4096}, 4),
         ("name entries", candidates.name_entries, SELECT, {"BLOCK": 8, "TILE": 512}, 4),
         *(
             (

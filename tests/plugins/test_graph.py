@@ -63,10 +63,9 @@ def arguments_of(name: str, dtype: torch.dtype) -> list[dict[str, Any]]:
                 "y": case.output(dtype),
             }
         if name == "candidate_topk":
-            blocks = -(-operands["key_slots"].shape[1] // 4)
+            blocks = torch.arange(0, -(-operands["key_slots"].shape[1] // 4), 2)
             operands |= {
-                "blocks_mask": torch.rand(operands["queries"].shape[0], blocks) < 0.4,
-                "k": 5, "block_size": 4, "num_blocks": blocks,
+                "blocks": blocks.repeat(operands["queries"].shape[0], 1), "k": 5, "block_size": 4,
             }  # fmt: skip
         found.append({k: operands[k] for k in inspect.signature(reference).parameters})
     return found

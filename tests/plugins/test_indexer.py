@@ -180,7 +180,6 @@ def test_gradients() -> None:
 def test_the_best_of_the_candidates() -> None:
     """One query of one head; key j scores j, so blocks decide alone."""
     keys = ValueRows(torch.arange(10.0).unsqueeze(1))
-    mask = torch.tensor([[False, True, False, True], [True, False, False, False]])
     ours = candidate_topk(
         torch.ones(2, 1, 1),
         torch.ones(2, 1),
@@ -188,9 +187,8 @@ def test_the_best_of_the_candidates() -> None:
         torch.arange(10).unsqueeze(0),
         torch.zeros(2, dtype=torch.int64),
         torch.tensor([10, 2]),
-        mask,
+        torch.tensor([[1, 3], [0, -1]]),
         k=3,
         block_size=3,
-        num_blocks=2,
     )
     assert ours.tolist() == [[4, 5, 9], [0, 1, -1]]

@@ -138,9 +138,11 @@ def test_the_best_of_the_candidates(case: IndexCase) -> None:
     rows, num_blocks = sum(case.rows), -(-case.keys // block_size)
     draw = torch.Generator().manual_seed(6)
     mask = torch.rand(rows, num_blocks, generator=draw) < 0.5
-    most = int(mask.sum(1).max()) if mask.numel() else 0
-    sizes = {"k": 20, "block_size": block_size, "num_blocks": max(most, 1)}
-    ours = kernel.candidate_topk(**moved({**operands, "blocks_mask": mask}), **sizes)
+    blocks = torch.where(mask, torch.arange(num_blocks), num_blocks).sort(1).values
+    blocks = blocks.where(blocks < num_blocks, -1)
+    ours = kernel.candidate_topk(
+        **moved({**operands, "blocks": blocks}), k=20, block_size=block_size
+    )
     width = min(20, case.keys)
     assert ours.shape == (rows, width)
     for t, row in enumerate(oracle(operands).tolist()):

@@ -32,8 +32,9 @@ def selected(scores: torch.Tensor, k: int) -> list[list[int]]:
 
 
 def blocks_of(scores: torch.Tensor, visible: torch.Tensor, size: int, count: int) -> list:
-    """The candidate blocks of each row, ascending."""
+    """The candidate blocks of each row, ascending, −1 at the end."""
     rows = []
+    width = min(count, -(-scores.shape[1] // size))
     for row, seen in zip(scores.double().tolist(), visible.tolist(), strict=True):
         clean = [-math.inf if math.isnan(s) else s for s in row]
         top = [max(clean[i : i + size]) for i in range(0, len(row), size)]
@@ -42,7 +43,8 @@ def blocks_of(scores: torch.Tensor, visible: torch.Tensor, size: int, count: int
             (b for b in range(len(top)) if top[b] > -math.inf or b == newest),
             key=lambda b: (b != newest, -top[b], b),
         )
-        rows.append(sorted(order[:count]))
+        listed = sorted(order[:count])
+        rows.append(listed + [-1] * (width - len(listed)))
     return rows
 
 
@@ -65,11 +67,9 @@ def test_the_k_best(case: SelectCase, dtype: torch.dtype) -> None:
 def test_the_candidate_blocks(case: SelectCase, dtype: torch.dtype) -> None:
     operands = operands_of(case, dtype)
     sizes = {"block_size": case.block_size, "num_blocks": case.num_blocks}
-    mask = kernel.candidate_blocks(**operands, **sizes)
-    rows = blocks_of(operands["scores"], operands["num_visible"], *sizes.values())
-    assert mask.dtype == torch.bool
-    assert mask.shape == (len(rows), -(-case.columns // case.block_size))
-    assert [row.nonzero().flatten().tolist() for row in mask] == rows
+    ours = kernel.candidate_blocks(**operands, **sizes)
+    assert ours.dtype == torch.int64
+    assert ours.tolist() == blocks_of(operands["scores"], operands["num_visible"], *sizes.values())
 
 
 @given(
@@ -93,10 +93,10 @@ def test_rounds_of_short_parts(
             patch.setattr(kernel, name, size)
         patch.setattr(kernel, "_TILE", 16)
         ours = kernel.topk_select(operands["scores"], k)
-        mask = kernel.candidate_blocks(**operands, block_size=2, num_blocks=k)
+        blocks = kernel.candidate_blocks(**operands, block_size=2, num_blocks=k)
     assert ours.tolist() == selected(operands["scores"], k)
     expected = blocks_of(operands["scores"], operands["num_visible"], 2, k)
-    assert [row.nonzero().flatten().tolist() for row in mask] == expected
+    assert blocks.tolist() == expected
 
 
 def crowded(values: str) -> torch.Tensor:
@@ -181,8 +181,8 @@ def test_more_equal_blocks_than_the_list_holds() -> None:
     scores = torch.zeros(1, 16_384)
     scores[0, 9_000] = 1.0
     operands = moved({"scores": scores, "num_visible": torch.tensor([16_384])})
-    mask = kernel.candidate_blocks(**operands, block_size=1, num_blocks=2048)
-    assert mask[0].nonzero().flatten().tolist() == [*range(2046), 9_000, 16_383]
+    ours = kernel.candidate_blocks(**operands, block_size=1, num_blocks=2048)
+    assert ours.tolist() == [[*range(2046), 9_000, 16_383]]
 
 
 def test_released_rows_of_several_parts() -> None:
@@ -201,7 +201,7 @@ def test_subnormal_and_extreme_scores_keep_their_order() -> None:
     assert ours.tolist() == [[0, 4, 6, 9]]
 
 
-def test_strided_scores_and_masks() -> None:
+def test_strided_scores() -> None:
     scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     on_device = moved({"s": scores})["s"]
     wide = on_device.new_full((3, 100), math.inf)

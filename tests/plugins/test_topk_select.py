@@ -51,14 +51,15 @@ def test_topk_matches_sorting(case: SelectCase, dtype: torch.dtype) -> None:
 def test_blocks_match_sorting(case: SelectCase, dtype: torch.dtype) -> None:
     operands = case.operands(dtype)
     sizes = {"block_size": case.block_size, "num_blocks": case.num_blocks}
-    mask = candidate_blocks(**operands, **sizes)
-    assert mask.dtype == torch.bool
-    assert mask.shape == (case.rows, -(-case.columns // case.block_size))
+    blocks = candidate_blocks(**operands, **sizes)
+    width = min(case.num_blocks, -(-case.columns // case.block_size))
+    assert blocks.dtype == torch.int64
+    assert blocks.shape == (case.rows, width)
     for t, (row, visible) in enumerate(
         zip(operands["scores"].tolist(), operands["num_visible"].tolist(), strict=True)
     ):
         expected = oracle_blocks(row, visible, case.block_size, case.num_blocks)
-        assert mask[t].nonzero().flatten().tolist() == expected, f"row {t}"
+        assert blocks[t].tolist() == expected + [-1] * (width - len(expected)), f"row {t}"
 
 
 @given(
@@ -82,19 +83,18 @@ def test_topk_of_tied_scores(rows: list[list[float]], k: int) -> None:
 @by_case
 def test_the_newest_block_is_in_and_unreadable_blocks_are_not(case: SelectCase) -> None:
     operands = case.operands(torch.float32)
-    mask = candidate_blocks(**operands, block_size=case.block_size, num_blocks=case.num_blocks)
-    for t, visible in enumerate(operands["num_visible"].tolist()):
+    blocks = candidate_blocks(**operands, block_size=case.block_size, num_blocks=case.num_blocks)
+    for listed, visible in zip(blocks.tolist(), operands["num_visible"].tolist(), strict=True):
         if visible:
-            assert mask[t, (visible - 1) // case.block_size]
-        beyond = -(-visible // case.block_size)
-        assert not mask[t, beyond:].any()
-        assert mask[t].sum() <= case.num_blocks
+            assert (visible - 1) // case.block_size in listed
+        assert max(listed, default=-1) < -(-visible // case.block_size)
+        assert len(listed) <= case.num_blocks
 
 
 def test_one_block_is_the_newest_whatever_scores_say() -> None:
     scores = torch.tensor([[math.inf, math.inf, 0.0, -5.0, -math.inf]])
-    mask = candidate_blocks(scores, torch.tensor([4]), block_size=2, num_blocks=1)
-    assert mask.tolist() == [[False, True, False]]
+    blocks = candidate_blocks(scores, torch.tensor([4]), block_size=2, num_blocks=1)
+    assert blocks.tolist() == [[1]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
