@@ -222,7 +222,7 @@ def product(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: i
     up, first to last.
     """
     if takes_long(x, kept, weight, groups):
-        return long_product(x, weight)
+        return long_product(x, weight, groups, rounds=kept.quantized_input)
     if takes_few(x, kept, weight, groups):
         return few_products(x, (weight,), groups)[0]
     rows, inner, outputs = x.shape[0], weight.shape[1], weight.shape[0] // groups

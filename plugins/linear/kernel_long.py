@@ -19,8 +19,8 @@ from plugins.device.overlap_gluon import let_next_begin, wait
 from plugins.device.weights import FP8_BLOCKS, DeviceWeight
 from plugins.linear.weight import LinearWeight
 
-# Of the model's layers only the longest gains by it.
-INPUTS = 8192
+# Inputs of a row that is rounded, wo_b's, and of one of a group's that is not, wo_a's.
+ROUNDED, AS_IT_IS = 8192, 4096
 # Of a program: outputs, all of one block, and warps; bytes that a thread reads at a time.
 OUTPUTS, WARPS, BYTES = 4, 4, 16
 
@@ -45,11 +45,13 @@ def _rounded(value):
     return codes, _power(byte)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["per_group"])
 def linear_long(
-    x, codes, scale, y, K: gl.constexpr, OUTPUTS: gl.constexpr, BYTES: gl.constexpr,
+    x, codes, scale, y, per_group,
+    K: gl.constexpr, OUTPUTS: gl.constexpr, BYTES: gl.constexpr, ROUND: gl.constexpr,
 ):  # fmt: skip
-    """OUTPUTS from all K inputs of one row, which is rounded to MXFP8 here."""
+    """OUTPUTS of one row from the K inputs of their group, which has per_group programs. ROUND: the
+    row is rounded to MXFP8 here."""
     BLOCKS: gl.constexpr = BYTES * gl.num_warps()  # of 32 inputs, of a step
     STEPS: gl.constexpr = K // 32 // BLOCKS
     TILE: gl.constexpr = gl.BlockedLayout(
@@ -69,33 +71,40 @@ def linear_long(
         kept += (gl.load(at + i * 32 * BLOCKS),)
         scales += (gl.load(scale_at + i * BLOCKS),)
     wait()
+    x_at = x + gl.program_id(0) // per_group * K + column
     total = gl.zeros([OUTPUTS, BLOCKS, 32], gl.float32, TILE)
     for i in gl.static_range(STEPS):
-        value, of_row = _rounded(gl.load(x + column + i * 32 * BLOCKS).to(gl.float32))
+        value = gl.load(x_at + i * 32 * BLOCKS).to(gl.float32)
         # All outputs are of one block of the weight, so that its scales can join the row.
-        factor = _power(scales[i].to(gl.int32))[None, :] * of_row
+        factor = _power(scales[i].to(gl.int32))[None, :]
+        if ROUND:
+            value, of_row = _rounded(value)
+            factor = factor * of_row
         total += kept[i].to(gl.float32) * (value * factor[:, :, None])
     sums = gl.sum(gl.sum(total, axis=2), axis=1)
     gl.store(y + output, sums.to(y.dtype.element_ty))
 
 
 def takes_long(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: int) -> bool:
-    """Whether linear_long multiplies x [T, K] with `weight` [N, K], the form of `kept` on the
+    """Whether linear_long multiplies x [T, G·K] with `weight` [G·N, K], the form of `kept` on the
     device."""
     outputs, inner = weight.shape
-    rounds = kept.quantized_input and kept.input_scale is None
-    whole = inner == INPUTS and outputs % OUTPUTS == 0 and groups == 1
-    ours = weight.stored == FP8_BLOCKS.value and rounds and whole
+    whole = inner == (ROUNDED if kept.quantized_input else AS_IT_IS)
+    whole = whole and outputs // groups % OUTPUTS == 0 and kept.input_scale is None
+    ours = weight.stored == FP8_BLOCKS.value and whole
     one = x.shape[0] == 1 and x.dtype == torch.bfloat16
     return ours and one and limits(x.device).warp_groups
 
 
-def long_product(x: torch.Tensor, weight: DeviceWeight) -> torch.Tensor:
-    """x [1, K], rounded to MXFP8, times `weight` [N, K]: [1, N]."""
+def long_product(
+    x: torch.Tensor, weight: DeviceWeight, groups: int, *, rounds: bool
+) -> torch.Tensor:
+    """x [1, G·K], rounded to MXFP8 or not, times `weight` [G·N, K], group by group: [1, G·N]."""
     x, (outputs, inner) = unit_stride(x), weight.shape
     y = x.new_empty((1, outputs))
-    linear_long[(outputs // OUTPUTS,)](
-        x, weight.codes, weight.scale, y, inner, OUTPUTS, BYTES,
+    programs = outputs // OUTPUTS
+    linear_long[(programs,)](
+        x, weight.codes, weight.scale, y, programs // groups, inner, OUTPUTS, BYTES, rounds,
         num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -76,7 +76,13 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         ),
         (
             "linear long row", long.linear_long, LINEAR,
-            {"K": long.INPUTS, "OUTPUTS": long.OUTPUTS, "BYTES": long.BYTES}, long.WARPS,
+            {"K": long.ROUNDED, "OUTPUTS": long.OUTPUTS, "BYTES": long.BYTES, "ROUND": True},
+            long.WARPS,
+        ),
+        (
+            "linear long row of a group", long.linear_long, LINEAR,
+            {"K": long.AS_IT_IS, "OUTPUTS": long.OUTPUTS, "BYTES": long.BYTES, "ROUND": False},
+            long.WARPS,
         ),
         (
             "linear row of values", row.linear_row,

@@ -9,10 +9,11 @@ import torch
 from kernel_oracle import DEVICE, load_kernel, moved_weight
 
 from plugins.formats import mxfp8
-from plugins.linear import LinearWeight, PackedFormat
+from plugins.linear import LinearWeight, PackedFormat, PackedLinearWeight
 from plugins.linear.cases import packed_weight
 
 kernel = load_kernel("linear")
+wo_a = load_kernel("wo_a").wo_a
 kernel_row = importlib.import_module("plugins.linear.kernel_row")
 # The interpreter cuts float32 down to bfloat16 instead of rounding.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7}
@@ -104,3 +105,27 @@ def test_a_long_row() -> None:
     assert relative(ours.cpu(), expected) < TOLERANCE[torch.bfloat16]
     x[0, inner - 1] = torch.nan
     assert kernel.linear(x.to(DEVICE), weight).isnan().all()
+
+
+def test_a_long_row_of_groups() -> None:
+    """Not rounded, as wo_a's; on compute capability 9.0 by kernel_long.py."""
+    on_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    groups, rank, inner = (8, 1024, 4096) if on_hopper else (3, 32, 4096)
+    draw = torch.Generator().manual_seed(groups)
+    values = torch.randn(groups * rank, inner, generator=draw)
+    values *= 2.0 ** -torch.randint(9, (len(values), 1), generator=draw)
+    rounding = packed_weight(values, PackedFormat.FP8_BLOCKS, torch.bfloat16)
+    kept = PackedLinearWeight(rounding.packed, quantized_input=False)
+    weight = moved_weight(kept)
+    o = torch.randn(1, groups * inner // 512, 512, generator=draw)
+    o = (o * 10.0 ** torch.randint(-3, 3, o.shape, generator=draw)).to(torch.bfloat16)
+    stored = kernel.packed_weight(weight)
+    assert kernel.takes_long(o.to(DEVICE).flatten(1), weight, stored, groups) == on_hopper
+    ours = wo_a(o.to(DEVICE), weight, groups)
+    x, of_groups = o.double().view(groups, inner, 1), kept.value.double().view(groups, rank, inner)
+    expected = (of_groups @ x).view(1, -1)
+    assert ours.dtype == torch.bfloat16
+    assert relative(ours.cpu(), expected) < TOLERANCE[torch.bfloat16]
+    o.view(groups, inner)[1, inner - 1] = torch.nan
+    of_second = torch.arange(groups * rank, device=DEVICE) // rank == 1
+    assert torch.equal(wo_a(o.to(DEVICE), weight, groups)[0].isnan(), of_second)
