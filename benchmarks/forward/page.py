@@ -64,9 +64,12 @@ def _engram(row: Row) -> list[str]:
 
 
 def _served(row: Row) -> list[str]:
-    graphs, drafts = ("yes" if row.get(name) else "no" for name in ("cuda_graphs", "speculative"))
+    drafts = "no"
+    if row.get("speculative"):
+        drafts = "by cost" if row.get("speculative_schedule", True) else "all above the threshold"
     return [
-        graphs, drafts, f"{row['right']} of {row['questions']}", f"{row['tokens_per_s']:,.0f}",
+        "yes" if row["cuda_graphs"] else "no", drafts, f"{row['right']} of {row['questions']}",
+        f"{row['tokens_per_s']:,.0f}",
         f"{row['first_token_ms']:.0f}", f"{row['alone_tokens_per_s']:,.0f}",
         f"{row['alone_first_token_ms']:.1f}",
     ]  # fmt: skip

@@ -21,6 +21,7 @@ from python_backend.service import ServedModel
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"cuda_graphs": False},
     {"cuda_graphs": True},
+    {"cuda_graphs": True, "speculative": True, "speculative_schedule": False},
     {"cuda_graphs": True, "speculative": True},
 )
 
