@@ -18,7 +18,7 @@ from engine.network.weights import IndexerWeights
 from plugins.formats.rows import RowStore
 from plugins.indexer import KeySlots, candidate_topk, index_queries, index_scores
 from plugins.linear import linear
-from plugins.topk_select import candidate_blocks, topk_select
+from plugins.topk_select import candidate_blocks, topk_of_blocks, topk_select
 
 
 class Selection(NamedTuple):
@@ -57,12 +57,17 @@ def select(
         scored = _scored(u, q_latent, layer, weights, config, rows, cache, inv_freq)
         if candidates is None:
             scores = index_scores(*scored)
+            num_blocks = 0
             if layer == config.candidate_source_layer_id:
                 num_blocks = config.candidate_topk_blocks
                 candidates = candidate_blocks(
                     scores, num_visible, block_size=block_size, num_blocks=num_blocks
                 )
-            entries = topk_select(scores, k)
+            if candidates is not None and k < num_blocks < num_entries // (2 * block_size):
+                # The same entries, found among fewer columns.
+                entries = topk_of_blocks(scores, candidates, k=k, block_size=block_size)
+            else:
+                entries = topk_select(scores, k)
         else:
             entries = candidate_topk(*scored, candidates, k=k, block_size=block_size)
     return Selection(cache.entry_slots(ratio, rows.request.unsqueeze(-1), entries), candidates)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.network import attention, encoder, select
-from plugins.indexer.reference import within_blocks
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.topk_select import topk_select
+from plugins.topk_select.reference import within_blocks
 
 
 class _Swap(NamedTuple):

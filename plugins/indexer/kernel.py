@@ -18,13 +18,13 @@ import triton.language as tl
 
 from plugins.device.launch import INTERPRETED, limits, needs_reference, padded, unit_stride
 from plugins.device.rows import MXFP4_WORDS, DeviceRows, device_rows, entry_slots, load_rows
-from plugins.indexer.kernel_candidates import name_entries
 from plugins.indexer.kernel_float8 import scores_float8
 from plugins.indexer.kernel_keys import WIDTH as FLOAT8_WIDTH
 from plugins.indexer.kernel_queries import index_queries as index_queries
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import OPERATORS
 from plugins.topk_select.kernel import topk_select
+from plugins.topk_select.kernel_blocks import named
 
 if TYPE_CHECKING:
     from plugins.formats.rows import RowStore
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _KEY_TILE = 128
 # Entries of one program: the queries are loaded once for them where a program has one row.
 _RUN_TILES = 4
-_NAMES = 512
 # Rows of one request that share decoded keys, at most.
 _MAX_ROWS = 4
 
@@ -271,17 +270,11 @@ def candidate_topk(
             k=k, block_size=block_size,
         )  # fmt: skip
         return reference
-    rows = len(queries)
-    entries = request.new_empty((rows, min(k, pages_of(key_slots).count)))
-    if entries.numel() == 0:
-        return entries
+    width = min(k, pages_of(key_slots).count)
+    if len(queries) == 0 or width == 0:
+        return request.new_empty((len(queries), width))
     blocks = unit_stride(blocks)
     scores = candidate_scores(
         queries, head_weights, keys, key_slots, request, num_visible, blocks, block_size=block_size
     )
-    columns = topk_select(scores, k)
-    name_entries[(triton.cdiv(entries.shape[1], _NAMES), rows)](
-        columns, columns.shape[1], blocks, blocks.stride(0),
-        entries, entries.shape[1], block_size, _NAMES,
-    )  # fmt: skip
-    return entries
+    return named(topk_select(scores, k), blocks, block_size, width)

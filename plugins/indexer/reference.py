@@ -16,7 +16,7 @@ from plugins.indexer.schema import (
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import operator
 from plugins.rope import apply_rope
-from plugins.topk_select import topk_select
+from plugins.topk_select import topk_of_blocks
 
 if TYPE_CHECKING:
     from plugins.formats.rows import RowStore
@@ -109,20 +109,8 @@ def candidate_topk(
     k: int,
     block_size: int,
 ) -> torch.Tensor:
-    """Level two: the k best of index_scores inside the candidate blocks, as topk_select.
-
-    blocks int64 [T, B], ascending, −1 at the end, as candidate_blocks lists them. Returns entries
-    int64 [T, min(k, n)], ascending, −1 at the end. A kernel scores the candidates alone.
+    """topk_of_blocks of index_scores: blocks int64 [T, B], entries int64 [T, min(k, n)]. A kernel
+    scores the candidates alone.
     """
     scores = index_scores(queries, head_weights, keys, key_slots, request, num_visible)
-    outside = ~within_blocks(blocks, scores.shape[1], block_size)
-    return topk_select(scores.masked_fill(outside, -torch.inf), k)
-
-
-def within_blocks(blocks: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
-    """Which of `count` entries lie in blocks int64 [T, B], where −1 is none: bool [T, count]."""
-    num_blocks = -(-count // block_size)
-    # One block more, which −1 names.
-    named = torch.zeros(len(blocks), num_blocks + 1, dtype=torch.bool, device=blocks.device)
-    named.scatter_(1, blocks.where(blocks >= 0, num_blocks), True)
-    return named.repeat_interleave(block_size, dim=1)[:, :count]
+    return topk_of_blocks(scores, blocks, k=k, block_size=block_size)

@@ -18,6 +18,7 @@ import triton.language as tl
 from plugins.device.launch import limits, needs_reference, padded, unit_stride
 from plugins.device.search import LEAST_KEY, best, bound, bound_key, extent, threshold
 from plugins.registry import OPERATORS
+from plugins.topk_select.kernel_blocks import gathered, named
 from plugins.topk_select.kernel_levels import select_by_levels, takes_levels
 
 # Columns of one program.
@@ -184,6 +185,21 @@ def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
     if takes_levels(scores.shape[0], scores.shape[1], k):
         return select_by_levels(scores, k)
     return _select(scores, k)
+
+
+def topk_of_blocks(
+    scores: torch.Tensor, blocks: torch.Tensor, *, k: int, block_size: int
+) -> torch.Tensor:
+    """As the reference, which runs for float64."""
+    width = min(k, scores.shape[1])
+    if needs_reference(scores) or 0 in (len(scores), blocks.shape[1], width):
+        reference: torch.Tensor = OPERATORS["topk_of_blocks"].reference(
+            scores, blocks, k=k, block_size=block_size
+        )
+        return reference
+    blocks = unit_stride(blocks)
+    places = topk_select(gathered(unit_stride(scores), blocks, block_size), k)
+    return named(places, blocks, block_size, width)
 
 
 def candidate_blocks(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from plugins.registry import operator
-from plugins.topk_select.schema import CANDIDATE_BLOCKS, TOPK_SELECT
+from plugins.topk_select.schema import CANDIDATE_BLOCKS, TOPK_OF_BLOCKS, TOPK_SELECT
 
 # Of the int64 running counts of a row tile.
 _COUNT_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
@@ -21,6 +21,28 @@ def topk_select(scores: torch.Tensor, k: int) -> torch.Tensor:
     Returns int64 [T, min(k, n)], padded with −1 at the end where fewer than k entries qualify.
     """
     return _selected(scores, k)
+
+
+@operator(TOPK_OF_BLOCKS)
+def topk_of_blocks(
+    scores: torch.Tensor, blocks: torch.Tensor, *, k: int, block_size: int
+) -> torch.Tensor:
+    """Level two: as topk_select, of the columns in each row's blocks alone.
+
+    blocks int64 [T, B], ascending, −1 at the end, as candidate_blocks lists them. Where these are
+    more than k, the result is that of topk_select: the k best columns lie in the k best blocks.
+    """
+    outside = ~within_blocks(blocks, scores.shape[1], block_size)
+    return _selected(scores.masked_fill(outside, -torch.inf), k)
+
+
+def within_blocks(blocks: torch.Tensor, count: int, block_size: int) -> torch.Tensor:
+    """Which of `count` columns lie in blocks int64 [T, B], where −1 is none: bool [T, count]."""
+    num_blocks = -(-count // block_size)
+    # One block more, which −1 names.
+    named = torch.zeros(len(blocks), num_blocks + 1, dtype=torch.bool, device=blocks.device)
+    named.scatter_(1, blocks.where(blocks >= 0, num_blocks), True)
+    return named.repeat_interleave(block_size, dim=1)[:, :count]
 
 
 @operator(CANDIDATE_BLOCKS)

@@ -14,6 +14,16 @@ TOPK_SELECT = OperatorSchema(
     source="technical report, compressed sparse attention, top-k selection",
 )
 
+TOPK_OF_BLOCKS = OperatorSchema(
+    name="topk_of_blocks",
+    inputs=(TensorSpec("scores", ("T", "n")), TensorSpec("blocks", ("T", "B"), "int64")),
+    outputs=(TensorSpec("selected", ("T", "min(k,n)"), "int64"),),
+    attributes=("k", "block_size"),
+    ties=TOPK_SELECT.ties,
+    deterministic=TOPK_SELECT.deterministic,
+    source="technical report, compressed sparse attention, level two of the two-level selection",
+)
+
 CANDIDATE_BLOCKS = OperatorSchema(
     name="candidate_blocks",
     inputs=(TensorSpec("scores", ("T", "n")), TensorSpec("num_visible", ("T",), "int64")),

@@ -16,7 +16,7 @@ from engine.config import ModelConfig
 from engine.contiguous_cache import ContiguousCache
 from engine.network import Network, NetworkWeights
 from plugins.mega_attention import mega_attention
-from plugins.topk_select import candidate_blocks
+from plugins.topk_select import candidate_blocks, topk_select
 
 Golden = Callable[[bool], dict[str, torch.Tensor]]
 LENGTH = 61
@@ -124,6 +124,23 @@ def test_candidate_blocks_hold_the_newest_and_never_an_unreachable_one(
         assert p // 2 in row, f"row {p} lost the block of its own entry"
         assert max(row) <= p // 2, f"row {p} sees blocks of the future"
         assert len(row) == min(p // 2 + 1, 4)
+
+
+def test_the_source_finds_its_entries_among_its_blocks(
+    network64: Network, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more blocks than entries to select, the blocks hold what the whole row would give."""
+    changed = with_changes(network64, index_topk=2, candidate_topk_blocks=3)
+    calls: list[tuple[int, ...]] = []
+
+    def whole(scores: torch.Tensor, blocks: torch.Tensor, *, k: int, block_size: int) -> Any:
+        calls.append(tuple(blocks.shape))
+        return topk_select(scores, k)
+
+    among_blocks = logits(changed, tokens)
+    monkeypatch.setattr(engine.network.select, "topk_of_blocks", whole)
+    assert torch.equal(logits(changed, tokens), among_blocks)
+    assert calls == [(LENGTH, 3)]
 
 
 def with_other_indexers(weights: NetworkWeights) -> NetworkWeights:

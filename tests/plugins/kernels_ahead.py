@@ -26,7 +26,6 @@ from plugins.device.launch import Limits
 from plugins.engram import kernel as engram
 from plugins.indexer import kernel as indexer
 from plugins.indexer import kernel_blocks as index_blocks
-from plugins.indexer import kernel_candidates as candidates
 from plugins.indexer import kernel_few as index_few
 from plugins.indexer import kernel_many as index_many
 from plugins.indexer import kernel_queries as index_queries
@@ -35,6 +34,7 @@ from plugins.kv_write import kernel as kv_write
 from plugins.markov import kernel as markov
 from plugins.sample import kernel as sample
 from plugins.topk_select import kernel as select
+from plugins.topk_select import kernel_blocks as in_blocks
 from plugins.topk_select import kernel_levels as levels
 
 STRIDE = "aligned i32"
@@ -68,6 +68,7 @@ SELECT = {
     "list_scores": "*fp32", "list_columns": "*i32",
     "num_visible": "*i64", "block_scores": "*fp32", "num_blocks": "i32", "largest": "fp32",
     "blocks": "*i64", "blocks_stride": STRIDE, "entries": "*i64", "num_entries": "i32",
+    "gathered": "*fp32", "num_gathered": STRIDE, "places": "*i64", "num_places": STRIDE,
     "eights": "*fp32", "num_eights": STRIDE, "tops": "*fp32", "num_tops": STRIDE,
     "names": "*i32", "selected": "*i64",
 }  # fmt: skip
@@ -205,7 +206,8 @@ def kernels(device: Limits) -> Kernels:
         ("select block tops", levels.block_tops, SELECT, {"TILE": 4096}, 8),
         ("select levels", levels.descend, SELECT, {"TOP": 2048, "ROOM": 512}, 8),
         ("block scores", select._block_scores, SELECT, {"BLOCK": 8, "PADDED": 8, "TILE": 512}, 8),
-        ("name entries", candidates.name_entries, SELECT, {"BLOCK": 8, "TILE": 512}, 4),
+        ("gather blocks", in_blocks.gather_blocks, SELECT, {"BLOCK": 8, "TILE": 1024}, 4),
+        ("name columns", in_blocks._name_columns, SELECT, {"BLOCK": 8, "TILE": 512}, 4),
         *(
             (
                 f"write {name}", kv_write._kv_write, WRITE,

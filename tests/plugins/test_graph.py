@@ -62,6 +62,9 @@ def arguments_of(name: str, dtype: torch.dtype) -> list[dict[str, Any]]:
                 "comb": torch.rand(*shape[:2], shape[1], dtype=dtype),
                 "y": case.output(dtype),
             }
+        if name == "topk_of_blocks":
+            blocks = -(-operands["scores"].shape[1] // case.block_size)
+            operands["blocks"] = torch.arange(0, blocks, 2).repeat(case.rows, 1)
         if name == "candidate_topk":
             blocks = torch.arange(0, -(-operands["key_slots"].shape[1] // 4), 2)
             operands |= {

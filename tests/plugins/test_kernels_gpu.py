@@ -64,6 +64,9 @@ def select(name: str, columns: int) -> Callable[[], torch.Tensor]:
     kernel, scores = load_kernel("topk_select"), operands["scores"]
     if name == "topk_select":
         return lambda: kernel.topk_select(scores, 512)
+    if name == "topk_of_blocks":
+        blocks = torch.arange(0, 3000, 2, device="cuda").expand(4, -1)
+        return lambda: kernel.topk_of_blocks(scores, blocks, k=512, block_size=8)
     sizes = {"block_size": 8, "num_blocks": 2048}
     return lambda: kernel.candidate_blocks(scores, operands["num_visible"], **sizes)
 
@@ -227,6 +230,7 @@ CALLS = {
     "top-k, one round": lambda: select("topk_select", 5000),
     "top-k, two rounds": lambda: select("topk_select", 40_000),
     "candidate blocks": lambda: select("candidate_blocks", 40_000),
+    "top-k of blocks": lambda: select("topk_of_blocks", 40_000),
     "cache write": write,
     "pooling": pool,
     "previous rows": previous,
@@ -262,7 +266,8 @@ def test_a_graph_replays_to_the_bits_of_the_call(name: str) -> None:
 
 def test_cuda_tensors_run_the_kernels() -> None:
     for name in (
-        "mega_attention", "index_scores", "topk_select", "candidate_blocks", "candidate_topk",
+        "mega_attention", "index_scores", "topk_select", "candidate_blocks", "topk_of_blocks",
+        "candidate_topk",
         "kv_write", "pool_pairs", "previous_rows", "pooled_rows", "linear", "wo_a", "engram_rows",
         "engram_lookup", "engram_gate", "moe", "mega_gate", "hc_mix", "hc_expand", "hc_collapse",
         "norm", "rope", "sample",

@@ -72,6 +72,22 @@ def test_the_candidate_blocks(case: SelectCase, dtype: torch.dtype) -> None:
     assert ours.tolist() == blocks_of(operands["scores"], operands["num_visible"], *sizes.values())
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_k_best_of_blocks(case: SelectCase, dtype: torch.dtype) -> None:
+    operands, size = operands_of(case, dtype), case.block_size
+    scores = operands["scores"]
+    listed = blocks_of(scores, operands["num_visible"], size, case.num_blocks)
+    shape = len(scores), min(case.num_blocks, -(-case.columns // size))
+    blocks = torch.tensor(listed, dtype=torch.int64, device=scores.device).reshape(shape)
+    ours = kernel.topk_of_blocks(scores, blocks, k=case.k, block_size=size)
+    assert ours.dtype == torch.int64
+    inside = scores.clone()
+    for row, of_row in zip(inside, listed, strict=True):
+        row[[j for j in range(case.columns) if j // size not in of_row]] = -math.inf
+    assert ours.tolist() == selected(inside, case.k)
+
+
 @given(
     st.integers(1, 4),
     st.integers(1, 120),

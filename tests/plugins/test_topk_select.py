@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.topk_select import candidate_blocks, topk_select
+from plugins.topk_select import candidate_blocks, topk_of_blocks, topk_select
 from plugins.topk_select.cases import CASES, SelectCase
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -60,6 +60,41 @@ def test_blocks_match_sorting(case: SelectCase, dtype: torch.dtype) -> None:
     ):
         expected = oracle_blocks(row, visible, case.block_size, case.num_blocks)
         assert blocks[t].tolist() == expected + [-1] * (width - len(expected)), f"row {t}"
+
+
+@by_case
+@by_dtype
+def test_topk_of_blocks_matches_sorting(case: SelectCase, dtype: torch.dtype) -> None:
+    operands = case.operands(dtype)
+    size = case.block_size
+    blocks = candidate_blocks(**operands, block_size=size, num_blocks=case.num_blocks)
+    selected = topk_of_blocks(operands["scores"], blocks, k=case.k, block_size=size)
+    width = min(case.k, case.columns)
+    assert selected.shape == (case.rows, width)
+    for t, (row, listed) in enumerate(
+        zip(operands["scores"].tolist(), blocks.tolist(), strict=True)
+    ):
+        inside = [x if j // size in listed else -math.inf for j, x in enumerate(row)]
+        expected = best(inside, case.k)
+        assert selected[t].tolist() == expected + [-1] * (width - len(expected)), f"row {t}"
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 0.5, math.inf]), min_size=23, max_size=23),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=60)
+def test_more_blocks_than_k_hold_the_k_best(rows: list[list[float]], k: int, size: int) -> None:
+    scores = torch.tensor(rows)
+    visible = torch.full((len(rows),), 23)
+    blocks = candidate_blocks(scores, visible, block_size=size, num_blocks=k + 1)
+    among = topk_of_blocks(scores, blocks, k=k, block_size=size)
+    assert torch.equal(among, topk_select(scores, k))
 
 
 @given(
