@@ -231,7 +231,8 @@ def _rows_in_turn(
                 )  # fmt: skip
             squares, high_squares, merged, high_merged = zeros, zeros, zeros, zeros
             for j in gl.static_range(4):
-                gl.store(expanded_at + (j * (WIDTH // 2) + tile * WORDS), made[j], mask=is_row)
+                to = expanded_at + (j * (WIDTH // 2) + tile * WORDS)
+                gl.store(to, made[j], mask=is_row, cache_modifier=".cs")
                 low, high = _low(made[j]), _high(made[j])
                 squares = gl.fma(low, low, squares)
                 high_squares = gl.fma(high, high, high_squares)
@@ -240,7 +241,10 @@ def _rows_in_turn(
                 else:
                     merged = _fma(shares[20 + j], low, merged)
                     high_merged = _fma(shares[20 + j], high, high_merged)
-            gl.store(collapsed_at + tile * WORDS, _word(merged, high_merged), mask=is_row)
+            # The next launch reads it again: the L2 cache keeps it rather than the streams.
+            both = _word(merged, high_merged)
+            to = collapsed_at + tile * WORDS
+            gl.store(to, both, mask=is_row, eviction_policy="evict_last")
             squares_total += _row_sums(squares + high_squares, ROWS, WORDS)
             halves = warpgroup_mma_wait(0, deps=[going])
             total += gl.sum(halves.reshape([4, 2, 8, ROWS]), axis=1)
