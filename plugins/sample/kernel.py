@@ -66,6 +66,13 @@ def _survey(
 
 
 @triton.jit
+def _log_odds(below, mass):
+    """log2 of mass below a bound over mass above it; finite where either is nothing."""
+    least = tl.maximum(mass * 1e-7, 1e-37)
+    return tl.log2(tl.maximum(below, 1e-37) / tl.maximum(mass - below, least))
+
+
+@triton.jit
 def _limit(
     temperature, top_k, top_p, min_p, seed, output_index, vocab, peaks, ids, least, steps, maxima,
     tails, num_chunks, num_groups, state, counter, tokens,
@@ -138,9 +145,11 @@ def _limit(
             level = 1 + level
             a = tl.load(curves[None, :] + level, mask=there[None, :], other=0.0)
             b = tl.load(curves[None, :] + level + 1, mask=there[None, :], other=0.0)
-            curve = tl.exp2(
-                tl.log2(tl.maximum(a, 1e-37)) * (1 - part) + tl.log2(tl.maximum(b, 1e-37)) * part
-            )
+            # Between two bounds the logarithm of what lies below over what lies above is a line:
+            # either end of the row is then as sharp as the other.
+            mass = whole[None, :]
+            odds = _log_odds(a, mass) * (1.0 - part) + _log_odds(b, mass) * part
+            curve = mass / (1.0 + tl.exp2(-odds))
             tail = tl.where(b > 0, curve, a * (1.0 - part))
             tail = tl.where(over, whole[None, :], tail)
             tail = tl.sum(tail * of_peak[None, :], axis=1)

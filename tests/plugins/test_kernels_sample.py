@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -110,6 +111,40 @@ def test_intervals_that_miss_the_cut_or_the_draw(monkeypatch: pytest.MonkeyPatch
     operands["top_k"] = torch.zeros(8, dtype=torch.int64)
     operands["top_p"] = torch.tensor([0.9, 0.5, 0.99, 0.95]).repeat(2)
     check(operands, kernel.sample(**moved(operands)))
+
+
+def test_intervals_hold_the_cut_and_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of normal logits: where in a row the draw falls, near its best tokens too, and however flat
+    it is. A row whose interval misses costs several times as much as any other."""
+    states = []
+
+    class Draw:
+        def __getitem__(self, _grid: tuple) -> Callable[..., None]:
+            return lambda *args, **_options: states.append(args[8].cpu().double())
+
+    monkeypatch.setattr(kernel, "draw", Draw())
+    rows, vocab, p = 18, 16_384, 0.95
+    logits = 2.5 * torch.randn(1, vocab, generator=torch.Generator().manual_seed(0))
+    operands = {
+        "logits": logits.repeat(rows, 1),
+        "temperature": torch.tensor([0.8, 2.0, 50.0]).repeat_interleave(6),
+        "top_k": torch.zeros(rows, dtype=torch.int64),
+        "top_p": torch.full((rows,), p),
+        "min_p": torch.zeros(rows),
+        "seed": torch.tensor([36, 39, 14, 8, 3, 45]).repeat(3),
+        "output_index": torch.zeros(rows, dtype=torch.int64),
+    }
+    kernel.sample(**moved(operands))
+    (state,) = states
+    u = uniform(operands["seed"], operands["output_index"])
+    for t in range(rows):
+        row = operands["logits"][t].double()
+        weight = ((row - row.max()) / operands["temperature"][t].double()).exp()
+        total = weight.sum()
+        cut, draw = (1 - p) * total, (1 - u[t] * p) * total
+        for at, mass in ((3, cut), (5, draw)):
+            assert weight[row < state[t, at]].sum() <= mass, (t, at)
+            assert weight[row < state[t, at + 1]].sum() >= mass, (t, at)
 
 
 @pytest.mark.gpu
