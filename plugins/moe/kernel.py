@@ -15,6 +15,7 @@ import triton.language as tl
 
 from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, padded
 from plugins.device.overlap import overlaps
+from plugins.device.weights import NVFP4
 from plugins.moe.device_weights import FLOAT8, DeviceExperts, device_experts
 from plugins.moe.kernel_few import few_products, takes_few
 from plugins.moe.kernel_hopper import product_hopper
@@ -34,11 +35,12 @@ _ROOMY = 160_000
 
 
 class _Rows(NamedTuple):
-    """What the products read: routed rows as values or as E4M3 codes and their powers, and shared
-    rows; stand-ins for what they do not read."""
+    """What the products read: routed rows as values, or as E4M3 codes or in float16 with powers,
+    and shared rows; stand-ins for what they do not read."""
 
     values: torch.Tensor
     codes: torch.Tensor
+    halves: torch.Tensor
     powers: torch.Tensor
     shared: torch.Tensor
 
@@ -64,32 +66,42 @@ def _rounding(
     few: bool = False,
 ) -> _Rounding:
     """x [R, W], for the experts that want it rounded. Routed experts read rows before `split` (of
-    which 0 means all), shared ones those from there on. few: all of them read codes."""
+    which 0 means all), shared ones those from there on. few: for kernel_few.py, whose experts in
+    NVFP4 read float16 and all others codes."""
     rows, width = x.shape
-    as_codes = stored == FLOAT8
+    as_codes, as_halves = stored == FLOAT8, False
     end_codes = (split or rows) if as_codes else 0
     first_values = rows
     if few:
+        kinds = {stored, *([shared.gate_up.stored] if shared.num_experts else [])}
+        as_codes, as_halves = kinds != {NVFP4.value}, NVFP4.value in kinds
         end_codes = rows
     elif shared.quantized and shared.num_experts:
         first_values = split
-    if routed.quantized and not as_codes:
+    if routed.quantized and not as_codes and not few:
         first_values = 0
-    values, codes, powers = x, x, x
+    values, codes, halves, powers = x, x, x, x
     if first_values < rows:
         values = torch.empty_like(x)
     if as_codes:
         codes = torch.empty(end_codes, width, dtype=torch.float8_e4m3fn, device=x.device)
         codes = codes.view(torch.uint8) if INTERPRETED else codes
+    if as_halves:
+        halves = torch.empty_like(x, dtype=torch.float16)
+    if as_codes or as_halves:
         powers = torch.empty(end_codes, dtype=torch.float32, device=x.device)
     head, rest = _halves(width)
     return _Rounding(
-        _Rows(values if routed.quantized else x, codes, powers, values if shared.quantized else x),
-        rows if as_codes or first_values < rows else 0,
-        (x, x.stride(0), values, codes, powers, first_values, end_codes),
+        _Rows(
+            values if routed.quantized else x, codes, halves, powers,
+            values if shared.quantized else x,
+        ),
+        rows if end_codes or first_values < rows else 0,
+        (x, x.stride(0), values, codes, halves, powers, first_values, end_codes),
         {
             "WIDTH": width, "HEAD": head, "REST": rest, "VALUES": first_values < rows,
-            "CODES": as_codes, "FLOAT8": _hardware(x.device),
+            "CODES": as_codes, "HALVES": as_halves,
+            "FLOAT8": _hardware(x.device),
         },
         max(1, min(8, head // 512)),
     )  # fmt: skip
@@ -227,7 +239,7 @@ def _run(
     chunk = min(4096, padded(pairs))
     launch = _launch(device)
     formats = routed.gate_up, shared.gate_up
-    few = takes_few(u, routed, shared)
+    few = hopper is None and takes_few(u, triton.cdiv(pairs, hit), routed, shared)
     of_rows = _rounding(u, routed, shared, formats[0].stored, 0, few=few)
     x = of_rows.rows
     route[(hit + of_rows.programs,)](
@@ -258,8 +270,8 @@ def _run(
     places_of = segments, order
     if few:
         few_products(
-            (x.codes, x.powers), ids, places_of, weights, (routed, shared), activation, limit,
-            matrices=2,
+            (x.codes, x.halves, x.powers), ids, places_of, weights, (routed, shared), activation,
+            limit, matrices=2,
         )  # fmt: skip
     elif hopper is None:
         grid = (blocks, triton.cdiv(inter, _TILES[0]), num_shared * SHARED_PARTS.value + hit)
@@ -284,8 +296,9 @@ def _run(
     y = torch.empty(pairs + shared.num_experts * rows, width, dtype=torch.float32, device=device)
     if few:
         few_products(
-            (a.codes, a.powers), ids, places_of, weights, (routed, shared), y, limit, matrices=1
-        )
+            (a.codes, a.halves, a.powers), ids, places_of, weights, (routed, shared), y, limit,
+            matrices=1,
+        )  # fmt: skip
     elif hopper is None:
         grid = (blocks, triton.cdiv(width, _TILES[1]), num_shared * SHARED_PARTS.value + hit)
         down[grid](

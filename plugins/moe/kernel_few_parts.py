@@ -1,4 +1,4 @@
-"""What the programs of chosen and of shared experts in kernel_few.py have in common."""
+"""What the programs of kernel_few.py have in common, however their experts are stored."""
 
 # Functions in the Triton language have no types that mypy could check.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -34,7 +34,25 @@ def copy_weights(codes, scales, stage, step, code_at, scale_at, PER: gl.constexp
 
 @gluon.jit
 def copy_rows(rows, stage, step, x_at, there, PER: gl.constexpr):
+    LENGTH: gl.constexpr = rows.shape[2]
     for nth in gl.static_range(PER):
         async_copy.async_copy_global_to_shared(
-            rows.index(stage * PER + nth), x_at + (step * PER + nth) * 128, mask=there
+            rows.index(stage * PER + nth), x_at + (step * PER + nth) * LENGTH, mask=there
         )
+
+
+@gluon.jit
+def tokens_of(
+    order, start, count, from_row, SIZE: gl.constexpr, TOP_K: gl.constexpr, MATRICES: gl.constexpr,
+    CHOSEN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Rows [SIZE] of the input that an expert takes from its from_row-th on, and, of a chosen one's
+    w1 and w3, where their routing weights lie. w2 reads the rows from `start` on."""
+    row = gl.minimum(from_row + gl.arange(0, SIZE, layout=LAYOUT), count - 1)
+    if MATRICES == 1:
+        row += start
+    pair = row
+    if MATRICES == 2 and CHOSEN:
+        pair = gl.load(order + start + row)
+        row = pair // TOP_K
+    return row, pair

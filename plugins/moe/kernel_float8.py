@@ -48,6 +48,13 @@ def permuted(codes):
 
 
 @triton.jit
+def permuted_halves(values):
+    """The same of rows in float16, for weights in NVFP4: kernel_few_nvfp4.py has their places."""
+    N: tl.constexpr = values.shape[0] * 32
+    return values.reshape(N // 128, 4, 4, 2, 2, 2).permute(0, 2, 5, 3, 1, 4).reshape(N)
+
+
+@triton.jit
 def loaded_row(N: tl.constexpr, WARPS: tl.constexpr):
     """Rows of the product [N] in the order in which they are loaded: so that a warp that loads
     eight rows at a time loads the sixteen that its tensor core takes from it."""

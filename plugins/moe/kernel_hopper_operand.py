@@ -33,8 +33,9 @@ def groups(warps):
 
 
 @gluon.constexpr_function
-def sums(columns, warps):
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 32])
+def sums(columns, warps, depth=32):
+    """Of products that take so many columns at once: 32 bytes of them."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, depth])
 
 
 @gluon.constexpr_function

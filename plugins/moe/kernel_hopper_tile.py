@@ -78,23 +78,42 @@ def activated(gate, linear, limit):
 
 
 @gluon.jit
-def store(
-    total, power, weight, from_row, start, count, first, expert, exponents, result, limit,
-    OUTPUTS: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Results of `total` [N, ROWS], of outputs `first` on, for rows from_row on of a segment."""
+def arranged(total, MATRICES: gl.constexpr, WARPS: gl.constexpr):
+    """Sums [N, ROWS] in the order of outputs, of each its matrices' side by side."""
     N: gl.constexpr = total.shape[0]
     ROWS: gl.constexpr = total.shape[1]
     EACH: gl.constexpr = N // (8 * WARPS * MATRICES)
     total = gl.permute(total.reshape([N // (16 * WARPS), WARPS, 2, 8, ROWS]), (1, 3, 0, 2, 4))
     total = gl.permute(total.reshape([8 * WARPS, MATRICES, EACH, ROWS]), (0, 2, 1, 3))
-    total = total.reshape([N, ROWS])
-    place = gl.arange(0, N, layout=gl.SliceLayout(1, total.type.layout))
+    return total.reshape([N, ROWS])
+
+
+@gluon.jit
+def store(
+    total, power, weight, from_row, start, count, first, expert, exponents, result, limit,
+    OUTPUTS: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Results of `total` [N, ROWS], of outputs `first` on, for rows from_row on of a segment."""
+    total = arranged(total, MATRICES, WARPS)
+    place = gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, total.type.layout))
     output = gl.minimum(first + place // MATRICES, OUTPUTS - 1)
     largest = exponents + (expert * MATRICES + place % MATRICES) * OUTPUTS + output
     power = gl.convert_layout(power, gl.SliceLayout(0, total.type.layout))
     value = _scaled(total, gl.load(largest).to(gl.int32), power)
-    LAYOUT: gl.constexpr = stored(EACH, ROWS, WARPS)
+    store_values(
+        value, weight, from_row, start, count, first, result, limit, OUTPUTS, MATRICES, WARPS
+    )
+
+
+@gluon.jit
+def store_values(
+    value, weight, from_row, start, count, first, result, limit,
+    OUTPUTS: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The same of arranged products."""
+    N: gl.constexpr = value.shape[0]
+    ROWS: gl.constexpr = value.shape[1]
+    LAYOUT: gl.constexpr = stored(N // (8 * WARPS * MATRICES), ROWS, WARPS)
     if MATRICES == 2:
         gate, linear = gl.split(gl.permute(value.reshape([N // 2, 2, ROWS]), (0, 2, 1)))
         value = gl.convert_layout(activated(gate, linear, limit), LAYOUT)

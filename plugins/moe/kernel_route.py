@@ -14,7 +14,7 @@ import triton.language as tl
 
 from plugins.device.numbers import e4m3_code, mxfp8_round
 from plugins.device.overlap import after_previous
-from plugins.moe.kernel_float8 import permuted
+from plugins.moe.kernel_float8 import permuted, permuted_halves
 
 
 @triton.jit
@@ -98,10 +98,16 @@ def _store_codes(codes, value, FIRST: tl.constexpr, WIDTH: tl.constexpr, FLOAT8:
 
 
 @triton.jit
+def _store_halves(halves, value, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    column = FIRST + tl.arange(0, value.shape[0] * 32)
+    tl.store(halves + column, permuted_halves(value.to(tl.float16)), mask=column < WIDTH)
+
+
+@triton.jit
 def _round_row(
-    row, x, row_stride, rounded, codes, powers, first_values, end_codes,
+    row, x, row_stride, rounded, codes, halves, powers, first_values, end_codes,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    CODES: tl.constexpr, FLOAT8: tl.constexpr,
+    CODES: tl.constexpr, HALVES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     row = row.to(tl.int64)
     head = _rounded(x + row * row_stride, 0, HEAD, WIDTH, FLOAT8)
@@ -113,13 +119,18 @@ def _round_row(
         _store_values(rounded + row * WIDTH, head, 0, WIDTH)
         if REST > 0:
             _store_values(rounded + row * WIDTH, rest, HEAD, WIDTH)
-    if CODES and row < end_codes:
+    if (CODES or HALVES) and row < end_codes:
         # The largest value comes into [128, 256).
         exponent = tl.minimum(tl.maximum(largest >> 23, 8), 253) - 7
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        _store_codes(codes + row * WIDTH, head * inverse, 0, WIDTH, FLOAT8)
-        if REST > 0:
-            _store_codes(codes + row * WIDTH, rest * inverse, HEAD, WIDTH, FLOAT8)
+        if CODES:
+            _store_codes(codes + row * WIDTH, head * inverse, 0, WIDTH, FLOAT8)
+            if REST > 0:
+                _store_codes(codes + row * WIDTH, rest * inverse, HEAD, WIDTH, FLOAT8)
+        if HALVES:
+            _store_halves(halves + row * WIDTH, head * inverse, 0, WIDTH)
+            if REST > 0:
+                _store_halves(halves + row * WIDTH, rest * inverse, HEAD, WIDTH)
         # A row that holds a NaN poisons its products by its power.
         power = (exponent << 23).to(tl.float32, bitcast=True)
         tl.store(powers + row, tl.where(largest >= 0x7F800000, float("nan"), power))
@@ -127,30 +138,33 @@ def _round_row(
 
 @triton.jit
 def round_rows(
-    x, row_stride, rounded, codes, powers, first_values, end_codes,
+    x, row_stride, rounded, codes, halves, powers, first_values, end_codes,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    CODES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
+    CODES: tl.constexpr, HALVES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows rounded to MXFP8: from row first_values on as values, and up to end_codes as E4M3 codes
-    that share one power of two a row (`powers`), in the order that kernel_float8.py takes them.
+    or in float16, both of which share one power of two a row (`powers`) and lie in the order in
+    which products take them.
 
-    A row is held as its first HEAD columns and REST others. What is less than 2^−13 of the row's
-    largest value loses bits: at most 2^−17 of that largest.
+    A row is held as its first HEAD columns and REST others. Of codes, what is less than 2^−13 of
+    the row's largest value loses bits: at most 2^−17 of that largest. In float16 it is what is less
+    than 2^−28, and at most 2^−32.
     """
     after_previous(OVERLAP)
     _round_row(
-        tl.program_id(0), x, row_stride, rounded, codes, powers, first_values, end_codes,
-        WIDTH, HEAD, REST, VALUES, CODES, FLOAT8,
+        tl.program_id(0), x, row_stride, rounded, codes, halves, powers, first_values, end_codes,
+        WIDTH, HEAD, REST, VALUES, CODES, HALVES, FLOAT8,
     )  # fmt: skip
 
 
 @triton.jit
 def route(
     ids, num_pairs, num_experts, num_groups, segments, num_segments, order, places,
-    x, row_stride, rounded, codes, powers, first_values, end_codes,
+    x, row_stride, rounded, codes, halves, powers, first_values, end_codes,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    CODES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr, LATE: tl.constexpr,
+    CODES: tl.constexpr, HALVES: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """Program i of the first num_groups groups the pairs of the i-th expert that any row chose;
     every other one rounds a row, as round_rows.
@@ -174,8 +188,9 @@ def route(
         )  # fmt: skip
     else:
         _round_row(
-            index - num_groups, x, row_stride, rounded, codes, powers, first_values, end_codes,
-            WIDTH, HEAD, REST, VALUES, CODES, FLOAT8,
+            index - num_groups, x, row_stride, rounded, codes, halves, powers, first_values,
+            end_codes,
+            WIDTH, HEAD, REST, VALUES, CODES, HALVES, FLOAT8,
         )  # fmt: skip
 
 

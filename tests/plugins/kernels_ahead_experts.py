@@ -19,6 +19,7 @@ from plugins.moe import kernel_few
 from plugins.moe import kernel_hopper as hopper
 from plugins.moe import kernel_product as product
 from plugins.moe import kernel_route as routing
+from plugins.moe.device_weights import FLOAT8
 from plugins.norm import kernel as norm
 from plugins.rope import kernel as rope
 
@@ -30,7 +31,7 @@ EXPERTS = {
     "exponents": "*u8",
     "shared_table": "*i64", "activation": "*bf16", "shared_activation": "*bf16", "y": "*fp32",
     "num_rows": "i32", "num_pairs": "i32", "limit": "fp32", "ids": "*i64",
-    "num_experts": "i32", "num_groups": "i32", "places": "*i32",
+    "num_experts": "i32", "num_groups": "i32", "places": "*i32", "halves": "*fp16",
     "row_stride": STRIDE, "rounded": "*bf16",
     "first_values": "i32", "end_codes": "i32", "total": "*bf16", "first_shared": "i32",
 }  # fmt: skip
@@ -79,14 +80,16 @@ def hopper_experts(pairs: int, matrices: int) -> tuple[Any, ...]:
     return hopper.product_hopper, arguments, constants, moe.hopper_tile(pairs).warps
 
 
-def few_experts(matrices: int, tokens: int, stored: int) -> tuple[Any, ...]:
-    """Of a few `tokens`; a shared expert is `stored` as a number of plugins/device/weights.py."""
+def few_experts(
+    matrices: int, tokens: int, pairs: int, stored: int, shared: int
+) -> tuple[Any, ...]:
+    """Of a few `tokens`, with so many pairs of an expert; chosen and shared experts are stored as
+    these numbers say."""
     _, arguments, constants, _ = hopper_experts(64, matrices)
     constants = {n: x for n, x in constants.items() if n in ("TOP_K", "COLUMNS", "OUTPUTS")}
-    tile = kernel_few.few_tile(constants["COLUMNS"])
     constants |= {
-        "MATRICES": matrices, "SHARED": 1, "SHARED_STORED": stored,
-        "ROWS": kernel_few.row_tile(tokens), **tile.constants(),
+        "MATRICES": matrices,
+        **kernel_few.few_constants(tokens, pairs, constants["COLUMNS"], stored, shared, 1),
     }  # fmt: skip
     return kernel_few.experts_few, arguments, constants, kernel_few.WARPS
 
@@ -113,8 +116,8 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
     if not device.float8 or device.tensor_memory or device.shared_memory < 160_000:
         return few
     rounded = {
-        "WIDTH": 5120, "HEAD": 4096, "REST": 1024, "VALUES": True, "CODES": True, "FLOAT8": True,
-        "OVERLAP": True,
+        "WIDTH": 5120, "HEAD": 4096, "REST": 1024, "VALUES": True, "CODES": True, "HALVES": True,
+        "FLOAT8": True, "OVERLAP": True,
     }  # fmt: skip
     tile = {"DEPTH": 128, "EXPERTS": 64, "WIDTH": 5120, "PART": 640}
     return [
@@ -122,8 +125,11 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
         ("experts up, many rows", *hopper_experts(512, 2)),
         ("experts down, some rows", *hopper_experts(64, 1)),
-        ("experts up, few rows", *few_experts(2, 1, 0)),
-        ("experts down, few rows", *few_experts(1, 16, 1)),
+        ("experts up, few rows", *few_experts(2, 1, 1, FLOAT8, 0)),
+        ("experts down, few rows", *few_experts(1, 128, 16, FLOAT8, 1)),
+        ("experts up, few rows of NVFP4", *few_experts(2, 64, 8, 3, 3)),
+        ("experts down, few rows of NVFP4", *few_experts(1, 8, 2, 3, 0)),
+        ("experts down, few rows of MXFP8", *few_experts(1, 64, 8, 1, 1)),
         (
             "route", routing.route, {**EXPERTS, "codes": "*fp8e4nv"},
             {"EXPERTS": 512, "CHUNK": 4096, "MOST": 128, "LATE": False, **rounded}, 8,

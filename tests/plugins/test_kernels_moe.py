@@ -170,8 +170,8 @@ def test_pairs_are_grouped_by_expert(rows: int, spread: str) -> None:
         """Without rows to round."""
         x = torch.zeros(1, 128, device=DEVICE)
         kernel_route.route[(hit,)](
-            on_device, pairs, count, hit, segments, number, order, places, x, 128, x, x, x, 0, 0,
-            16, 16, most, 128, 128, 0, False, False, False, False, False,
+            on_device, pairs, count, hit, segments, number, order, places, x, 128, x, x, x, x, 0, 0,
+            16, 16, most, 128, 128, 0, False, False, False, False, False, False,
         )  # fmt: skip
 
     route(segments, 0)

@@ -1,4 +1,4 @@
-"""A tile of a shared expert in E4M3 for kernel_few.py."""
+"""A tile of an expert in E4M3, chosen or shared, for kernel_few.py."""
 
 # Functions in the Triton language have no types that mypy could check.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment"
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from plugins.device.overlap_gluon import let_next_begin, wait
 from plugins.device.weights import FP8_BLOCKS as _FP8_BLOCKS
-from plugins.moe.kernel_few_parts import address, apart_of, copy_rows, copy_weights
+from plugins.moe.kernel_few_parts import address, apart_of, copy_rows, copy_weights, tokens_of
 from plugins.moe.kernel_hopper_operand import sums
 from plugins.moe.kernel_hopper_tile import activated
 
@@ -32,26 +32,27 @@ def _scale_values(words, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def shared_tile(
-    tile, expert, first_row, x, powers, num_rows, num_pairs, table, result, limit,
-    STORED: gl.constexpr, COLUMNS: gl.constexpr, OUTPUTS: gl.constexpr, MATRICES: gl.constexpr,
-    N: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+def float8_tile(
+    tile, expert, start, count, from_row, x, powers, order, weights, table, result, limit,
+    STORED: gl.constexpr, CHOSEN: gl.constexpr, TOP_K: gl.constexpr, COLUMNS: gl.constexpr,
+    OUTPUTS: gl.constexpr, MATRICES: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A tile in steps of 128 columns, whose sums of 32 are scaled in float32."""
+    """Rows from_row on of an expert, in steps of PARTS times 128 columns, whose sums of 32 are
+    scaled in float32."""
     EACH: gl.constexpr = N // MATRICES
-    STEPS: gl.constexpr = COLUMNS // 128
+    STEPS: gl.constexpr = COLUMNS // (PARTS * 128)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     SUMS: gl.constexpr = sums(ROWS, WARPS)
     CHUNKS: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [1, 0])
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    OF_WORDS: gl.constexpr = gl.SliceLayout(1, WORDS)
     BYTE: gl.constexpr = gl.pointer_type(gl.float8e4nv)
     WORD: gl.constexpr = gl.pointer_type(gl.uint32)
-    codes = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], SWIZZLED)
-    scales = gl.allocate_shared_memory(gl.uint32, [STAGES, N, 1], FLAT)
-    rows = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], SWIZZLED)
+    codes = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, N, 128], SWIZZLED)
+    scales = gl.allocate_shared_memory(gl.uint32, [STAGES * PARTS, N, 1], FLAT)
+    rows = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, PARTS * 128], SWIZZLED)
 
     FIRST: gl.constexpr = 0 if MATRICES == 2 else 6
     code = address(table, expert, FIRST, BYTE)
@@ -74,19 +75,20 @@ def shared_tile(
     scale_at = scale + gl.expand_dims(offset, 1)
     for i in gl.static_range(STAGES - 1):
         if i < STEPS:
-            copy_weights(codes, scales, i, i, code_at, scale_at, 1)
+            copy_weights(codes, scales, i, i, code_at, scale_at, PARTS)
         async_copy.commit_group()
     wait()
     if MATRICES == 2:
         let_next_begin()
     # Codes of rows lie in the order of a chosen expert's products.
-    byte = gl.arange(0, 128, layout=gl.SliceLayout(0, WORDS))
-    at = byte % 8 // 4 * 16 + byte // 32 * 4 + byte % 32 // 8 * 32 + byte % 4
+    column = gl.arange(0, PARTS * 128, layout=gl.SliceLayout(0, WORDS))
+    byte = column % 128
+    at = column - byte + byte % 8 // 4 * 16 + byte // 32 * 4 + byte % 32 // 8 * 32 + byte % 4
     at = gl.max_contiguous(gl.multiple_of(at, 4), 4)
-    row = gl.arange(0, ROWS, layout=OF_WORDS)
-    token = first_row + gl.minimum(row, num_rows - 1)
-    x_at = x + (gl.expand_dims(token * COLUMNS, 1) + gl.expand_dims(at, 0))
-    there = gl.expand_dims(row < num_rows, 1)
+    OF_WORDS: gl.constexpr = gl.SliceLayout(1, WORDS)
+    row, _ = tokens_of(order, start, count, from_row, ROWS, TOP_K, MATRICES, CHOSEN, OF_WORDS)
+    x_at = x + (gl.expand_dims(row * COLUMNS, 1) + gl.expand_dims(at, 0))
+    there = gl.expand_dims(from_row + gl.arange(0, ROWS, layout=OF_WORDS) < count, 1)
     for i in gl.static_range(STAGES - 1):
         if i < STEPS:
             copy_rows(rows, i, i, x_at, there, 1)
@@ -100,31 +102,36 @@ def shared_tile(
         gl.thread_barrier()
         ahead = step + STAGES - 1
         if ahead < STEPS:
-            copy_weights(codes, scales, next_stage, ahead, code_at, scale_at, 1)
+            copy_weights(codes, scales, next_stage, ahead, code_at, scale_at, PARTS)
             copy_rows(rows, next_stage, ahead, x_at, there, 1)
         async_copy.commit_group()
-        products = ()
-        for i in gl.static_range(4):
-            a = codes.index(stage).slice(i * 32, 32, dim=1)
-            b = rows.index(stage).slice(i * 32, 32, dim=1).permute((1, 0))
-            products += (warpgroup_mma(a, b, zeros, use_acc=False, is_async=True),)
-        four = scales.index(stage).reshape([N]).load(gl.SliceLayout(1, SUMS))
-        products = warpgroup_mma_wait(0, deps=products)
-        for i in gl.static_range(4):
-            total += products[i] * gl.expand_dims(_scale_values(four, i), 1)
+        for nth in gl.static_range(PARTS):
+            part = stage * PARTS + nth
+            products = ()
+            for i in gl.static_range(4):
+                a = codes.index(part).slice(i * 32, 32, dim=1)
+                b = rows.index(stage).slice(nth * 128 + i * 32, 32, dim=1).permute((1, 0))
+                products += (warpgroup_mma(a, b, zeros, use_acc=False, is_async=True),)
+            four = scales.index(part).reshape([N]).load(gl.SliceLayout(1, SUMS))
+            products = warpgroup_mma_wait(0, deps=products)
+            for i in gl.static_range(4):
+                total += products[i] * gl.expand_dims(_scale_values(four, i), 1)
         next_stage = stage
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
-    power = gl.load(powers + first_row + gl.minimum(row, num_rows - 1))
-    value = total * gl.expand_dims(power, 0)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(0, SUMS)
+    row, pair = tokens_of(order, start, count, from_row, ROWS, TOP_K, MATRICES, CHOSEN, OF_SUMS)
+    value = total * gl.expand_dims(gl.load(powers + row), 0)
     if MATRICES == 2:
         BOTH: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 8, 1], [WARPS, 1, 1], [2, 1, 0])
         both = gl.permute(value.reshape([2, EACH, ROWS]), (1, 2, 0))
         gate, linear = gl.split(gl.convert_layout(both, BOTH))
         value = activated(gate, linear, limit)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, value.type.layout))
+        if CHOSEN:
+            weight = gl.load(weights + pair).to(gl.float32)
+            OF_VALUE: gl.constexpr = gl.SliceLayout(0, value.type.layout)
+            value *= gl.expand_dims(gl.convert_layout(weight, OF_VALUE), 0)
+    row = from_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, value.type.layout))
     output = first + gl.arange(0, EACH, layout=gl.SliceLayout(1, value.type.layout))
-    place = (num_pairs + expert * num_rows + row).to(gl.int64) * OUTPUTS
-    at = gl.expand_dims(place, 0) + gl.expand_dims(output, 1)
-    there = gl.expand_dims(row < num_rows, 0) & gl.expand_dims(output < OUTPUTS, 1)
+    at = gl.expand_dims((start + row).to(gl.int64) * OUTPUTS, 0) + gl.expand_dims(output, 1)
+    there = gl.expand_dims(row < count, 0) & gl.expand_dims(output < OUTPUTS, 1)
     gl.store(result + at, value.to(result.dtype.element_ty), mask=there)
