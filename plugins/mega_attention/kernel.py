@@ -28,6 +28,7 @@ from plugins.device.rotation import cos_sin
 from plugins.device.rows import NVFP4, NVFP4_WORDS, device_rows, load_rows
 from plugins.mega_attention import kernel_hopper as hopper
 from plugins.mega_attention import kernel_hopper_few as few
+from plugins.mega_attention import kernel_hopper_whole as whole
 from plugins.registry import OPERATORS
 
 if TYPE_CHECKING:
@@ -324,11 +325,11 @@ def mega_attention(
     operands = q, q.stride(0), q.stride(1), positions, inv_freq
     by_warp_groups = hopper.takes(q, sizes[2], window_rows, main_rows if has_main else None)
     of_few = few.cut(rows, window_slots.shape[1], main_keys) if by_warp_groups else None
+    cut = hopper.cut(rows, window_slots.shape[1], main_keys)
     if of_few is not None:
         parts, split = of_few.parts, True
     elif by_warp_groups:
-        cut = hopper.cut(rows, window_slots.shape[1], main_keys)
-        parts, split = cut.parts, cut.split
+        parts, split = (cut.parts, True) if cut is not None else (1, False)
     else:
         parts = triton.cdiv(window_slots.shape[1], _CHUNK) + triton.cdiv(main_keys, _CHUNK)
         split = rows <= SPLIT_ROWS and parts > 1
@@ -344,12 +345,17 @@ def mega_attention(
             *main_rows.arguments()[:-1], *slots, of_few.window_parts, parts, heads, width,
             of_few.heads, of_few.keys, num_warps=8, launch_pdl=True,
         )  # fmt: skip
-    elif by_warp_groups:
+    elif by_warp_groups and cut is not None:
         programs = min(rows * parts, limits(q.device).multiprocessors)
         hopper.attention_hopper[(programs,)](
-            *operands, *results, *window_rows.arguments()[:-1], *main_rows.arguments()[:-1], *slots,
-            *cut[:-1], rows * parts, *sizes[:2], hopper.HEADS, hopper.TILE, split, num_warps=8,
-            **({"launch_pdl": True} if split else {}),
+            *operands, partial, stats, scale, *window_rows.arguments()[:-1],
+            *main_rows.arguments()[:-1], *slots, *cut, rows * parts, heads, width, hopper.HEADS,
+            hopper.TILE, num_warps=8, launch_pdl=True,
+        )  # fmt: skip
+    elif by_warp_groups:
+        whole.attention_whole[(min(rows, limits(q.device).multiprocessors),)](
+            *operands, sink, o, scale, *window_rows.arguments()[:-1], *main_rows.arguments()[:-1],
+            *slots, rows, heads, width, hopper.HEADS, hopper.TILE, num_warps=4,
         )  # fmt: skip
     else:
         head_block = min(most_heads(limits(q.device), q.dtype), padded(heads))

@@ -1,8 +1,8 @@
-"""Sparse attention on Hopper in Gluon; docs/kernels/mega_attention.md has its floor and layout.
+"""Sparse attention of some rows on Hopper in Gluon; docs/kernels/mega_attention.md has its layout.
 
-Of a block of sixteen warps, eight decode packed rows into shared memory and eight multiply. Gluon
-is the Triton language with layouts, shared memory and barriers written out; nothing interprets it,
-so kernel.py stays for every other device and every other kind of row.
+Of a block of sixteen warps, eight decode packed rows into shared memory and eight multiply, for a
+part of a row's keys. Gluon is the Triton language with layouts, shared memory and barriers written
+out; nothing interprets it, so kernel.py stays for every other device and every other kind of row.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -25,13 +25,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from plugins.device.launch import limits
 from plugins.device.rows import MXFP8, NVFP4_WORDS, DeviceRows
 from plugins.mega_attention.kernel_hopper_decode import decode_tiles, share
-from plugins.mega_attention.kernel_hopper_queries import PAIRS, ROTATED, keep_queries, store_output
+from plugins.mega_attention.kernel_hopper_queries import (
+    PAIRS,
+    ROTATED,
+    keep_angles,
+    keep_queries,
+    load_queries,
+)
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 WIDTH, HEADS, TILE = 512, 64, 64
 # Up to so many rows, and the keys of a part: so many programs that the 132 multiprocessors of an
-# H200 still take them at once. With more rows every program takes whole rows, one after another;
-# with fewer, kernel_hopper_few.py.
+# H200 still take them at once. More rows are those of kernel_hopper_whole.py, fewer of
+# kernel_hopper_few.py.
 CHUNKS = ((66, 320),)
 # Keys that the first part has from the window, the rest being entries.
 _WINDOW = 128
@@ -39,11 +45,10 @@ _WINDOW = 128
 
 @gluon.jit
 def _multiply_tiles(
-    q, row_stride, head_stride, positions, inv_freq, sink, o, parts, stats, scale,
+    q, row_stride, head_stride, positions, inv_freq, parts, stats, scale,
     query, keys, bias, probabilities, maxima, turn, full, empty,
     window_keys, main_keys, window_chunk, chunk, lead, num_parts, num_items,
     H: gl.constexpr, WIDTH: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: a running softmax over tiles in two warp groups, of which each has
     half a tile's scores and half the columns of the sum [HEADS, WIDTH]."""
@@ -54,10 +59,12 @@ def _multiply_tiles(
     position = gl.load(positions + gl.program_id(0) // num_parts)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         row, window_first, window_end, main_first, main_end = share(
-            item, num_parts, window_keys, main_keys, window_chunk, chunk, lead
+            item, num_parts, window_keys, main_keys, window_chunk, chunk, lead, False
         )
         tiles = gl.cdiv(window_end - window_first, TILE) + gl.cdiv(main_end - main_first, TILE)
-        keep_queries(q + row * row_stride, head_stride, 0, position, inv_freq, query, turn, H)
+        blocks = load_queries(q + row * row_stride, head_stride, 0, HEADS, H, 8, False)
+        keep_angles(position, inv_freq, turn, 8)
+        keep_queries(blocks, turn, query, False)
         # Of the next row, long before it is asked for.
         position = gl.load(
             positions + gl.minimum(item + gl.num_programs(0), num_items - 1) // num_parts
@@ -65,12 +72,8 @@ def _multiply_tiles(
         fence_async_shared()
         gl.thread_barrier()
         head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, SCORES))
-        if SPLIT:
-            logit = gl.full([HEADS], float("-inf"), gl.float32, layout=head.type.layout)
-        else:
-            logit = gl.load(sink + head, mask=head < H, other=0.0).to(gl.float32) * _LOG2_E
-        # The reference's bound: keeps the maximum finite without keys, or with a +inf sink.
-        peak = gl.minimum(gl.maximum(logit, -1e30), 1e30)
+        # The reference's bound: keeps the maximum finite without keys.
+        peak = gl.full([HEADS], -1e30, gl.float32, layout=head.type.layout)
         none = gl.zeros([HEADS, TILE], gl.float32, layout=SCORES)
         out = gl.zeros([HEADS, WIDTH], gl.float32, layout=SUM)
         # A warp group's share of the denominator: the groups meet once, at the end.
@@ -118,20 +121,14 @@ def _multiply_tiles(
                     mbarrier.arrive(empty.index(stage), count=1)
         done += tiles
         whole = gl.convert_layout(gl.sum(total, axis=1), head.type.layout)
-        if SPLIT:
-            first_head = (row * num_parts + item % num_parts) * H
-            of_head = first_head + head
-            gl.store(stats + 2 * of_head, peak, mask=head < H)
-            gl.store(stats + 2 * of_head + 1, whole, mask=head < H)
-            row_head = gl.arange(0, HEADS, layout=OF_SUM)
-            column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SUM))
-            of_sum = (first_head + row_head)[:, None] * WIDTH + column[None, :]
-            gl.store(parts + of_sum, out * 256.0, mask=(row_head < H)[:, None])
-        else:
-            whole += gl.exp2(logit - peak)
-            inverse = 256.0 / gl.where(whole > 0, whole, 1.0)
-            x = out * gl.convert_layout(inverse, OF_SUM)[:, None]
-            store_output(x, turn, o + row * H * WIDTH, H)
+        first_head = (row * num_parts + item % num_parts) * H
+        of_head = first_head + head
+        gl.store(stats + 2 * of_head, peak, mask=head < H)
+        gl.store(stats + 2 * of_head + 1, whole, mask=head < H)
+        row_head = gl.arange(0, HEADS, layout=OF_SUM)
+        column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SUM))
+        of_sum = (first_head + row_head)[:, None] * WIDTH + column[None, :]
+        gl.store(parts + of_sum, out * 256.0, mask=(row_head < H)[:, None])
 
 
 @gluon.jit(
@@ -140,22 +137,20 @@ def _multiply_tiles(
     ]
 )  # fmt: skip
 def attention_hopper(
-    q, row_stride, head_stride, positions, inv_freq, sink, o, parts, stats, scale,
+    q, row_stride, head_stride, positions, inv_freq, parts, stats, scale,
     window, window_pages, WINDOW_ROWS: gl.constexpr, WINDOW_ROW: gl.constexpr,
     main, main_pages, MAIN_ROWS: gl.constexpr, MAIN_ROW: gl.constexpr,
     window_slots, window_stride, window_keys, main_slots, main_stride, main_keys,
     window_chunk, chunk, lead, num_parts, num_items,
     H: gl.constexpr, WIDTH: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Programs take items, parts of rows, in turn. Part p has the window keys from p · window_chunk
     on and the entries from p · chunk − lead on."""
-    if SPLIT:
-        # The kernel before this one may still run, and the next one may come.
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    # The kernel before this one may still run, and the next one may come.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     query = gl.allocate_shared_memory(gl.bfloat16, [HEADS, WIDTH], ROWS)
@@ -172,11 +167,11 @@ def attention_hopper(
     gl.warp_specialize(
         [
             (_multiply_tiles, (
-                q, row_stride, head_stride, positions, inv_freq, sink, o, parts, stats,
+                q, row_stride, head_stride, positions, inv_freq, parts, stats,
                 scale * (256.0 * _LOG2_E), query, keys, bias, probabilities, maxima, turn, full,
                 empty,
                 window_keys, main_keys, window_chunk, chunk, lead, num_parts, num_items,
-                H, WIDTH, HEADS, TILE, SPLIT,
+                H, WIDTH, HEADS, TILE,
             )),
             (decode_tiles, (
                 q, row_stride, head_stride, keys, bias, full, empty,
@@ -185,6 +180,7 @@ def attention_hopper(
                 window_slots.to(gl.pointer_type(gl.int32), bitcast=True), window_stride,
                 window_keys, main_slots.to(gl.pointer_type(gl.int32), bitcast=True), main_stride,
                 main_keys, window_chunk, chunk, lead, num_parts, num_items, H, WIDTH, TILE, 8,
+                False,
             )),
         ],
         [8], [72],
@@ -192,22 +188,22 @@ def attention_hopper(
 
 
 class Cut(NamedTuple):
-    """How a row's keys are cut. split: whether a second kernel joins the parts."""
+    """How a row's keys are cut into parts, which a second kernel joins."""
 
     window_chunk: int
     chunk: int
     lead: int
     parts: int
-    split: bool
 
 
-def cut(rows: int, window_keys: int, main_keys: int) -> Cut:
-    """Where parts begin depends on `rows` only: slots −1 at the end of a key set move nothing."""
+def cut(rows: int, window_keys: int, main_keys: int) -> Cut | None:
+    """None where there are so many rows that none is cut. Where parts begin depends on `rows` only:
+    slots −1 at the end of a key set move nothing."""
     chunk = next((keys for most, keys in CHUNKS if rows <= most), 0)
     if chunk == 0:
-        return Cut(window_keys, main_keys, 0, 1, split=False)
+        return None
     parts = max(1, -(-(_WINDOW + main_keys) // chunk))
-    return Cut(window_keys, chunk, _WINDOW, parts, split=True)
+    return Cut(window_keys, chunk, _WINDOW, parts)
 
 
 def takes(q: torch.Tensor, rotated: int, window: DeviceRows, main: DeviceRows | None) -> bool:

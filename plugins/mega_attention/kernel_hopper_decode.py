@@ -1,9 +1,12 @@
 """The warps that decode, of the sparse attention on Hopper: packed rows to bfloat16 rows in shared
 memory, tile by tile.
 
-A row of 512 elements is kept in the order in which FP4 words of eight elements are decoded, word
-4 l + i at place 16 i + l, and of a word its elements 0 4 1 5 2 6 3 7: a thread's four words of 16
-bytes are then stored without bank conflicts, two elements a register. It is kept as 2^−8 of its
+A row of 512 elements is 64 words of eight, as NVFP4 rows hold them. A part of a row's keys has word
+4 l + t at place 16 t + l, and of a word its elements 0 4 1 5 2 6 3 7, as they are decoded. For
+whole rows, element 4 e + j of word 4 l + t is at place 256 (j / 2) + 128 (l / 8) + 64 (j % 2) +
+8 (l % 8) + 2 t + e, divisions rounded down: a lane that has every fourth pair of a product's
+columns then has whole words. In either order a thread that decodes the four words of an l stores
+16 bytes at a time, without bank conflicts, two elements a register. A row is kept as 2^−8 of its
 values, so that no scale overflows while the unit of a code is made up for.
 """
 
@@ -80,10 +83,11 @@ fma.rn.bf16x2 $3, t, $6, zero;
 
 
 @gluon.jit
-def _in_order(v0, v1, v2, v3, N: gl.constexpr, WIDTH: gl.constexpr):
+def _in_order(v0, v1, v2, v3, N: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
     """[N, WIDTH] in the order of a kept row, of the elements 0 to 3 of fours [N, WIDTH / 4]."""
-    x = gl.join(gl.join(v0, v2), gl.join(v1, v3)).reshape([N, WIDTH // 32, 4, 2, 2, 2])
-    return x.permute([0, 2, 1, 4, 5, 3]).reshape([N, WIDTH])
+    x = gl.join(gl.join(v0, v2), gl.join(v1, v3)).reshape([N, 2, WIDTH // 64, 4, 2, 2, 2])
+    x = x.permute([0, 5, 1, 6, 2, 3, 4] if WHOLE else [0, 3, 1, 2, 5, 6, 4])
+    return x.reshape([N, WIDTH])
 
 
 @gluon.jit
@@ -126,7 +130,7 @@ def _e4m3_scale(byte):
 
 
 @gluon.jit
-def decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr):
+def decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
     """bfloat16 rows [N, WIDTH], 2^−8 of their values, exactly, in the order of a kept row."""
     if codes.shape[1] * 4 == WIDTH:
         scale = gl.where(scales == 0, 0x00400000, scales << 23).to(gl.float32, bitcast=True)
@@ -152,20 +156,26 @@ def decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr):
             _FOUR_CODES, "=&r,=&r,=&r,=&r,r,r", [code, scale],
             dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
-    return _in_order(v0, v1, v2, v3, N, WIDTH)
+    return _in_order(v0, v1, v2, v3, N, WIDTH, WHOLE)
 
 
 @gluon.jit
-def _keep(rows, bias, codes, scales, slots, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+def _keep(
+    rows, bias, codes, scales, slots, FIRST: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.constexpr
+):  # fmt: skip
     """Decode into rows FIRST and on of a tile; `bias` is what their scores get added, −∞ at −1."""
     N: gl.constexpr = codes.shape[0]
-    rows.slice(FIRST, N).store(decode(codes, scales, N, WIDTH))
+    rows.slice(FIRST, N).store(decode(codes, scales, N, WIDTH, WHOLE))
     bias.slice(FIRST, N).store(gl.where(slots >= 0, 0.0, float("-inf")))
 
 
 @gluon.jit
-def share(item, num_parts, window_keys, main_keys, window_chunk, chunk, lead):
+def share(
+    item, num_parts, window_keys, main_keys, window_chunk, chunk, lead, WHOLE: gl.constexpr
+):  # fmt: skip
     """An item's row, and its window keys and entries [first, end)."""
+    if WHOLE:
+        return item.to(gl.int64), 0, window_keys, 0, main_keys
     row = (item // num_parts).to(gl.int64)
     part = item % num_parts
     window_first = part * window_chunk
@@ -198,8 +208,10 @@ def decode_tiles(
     all_window_slots, window_stride, window_keys, all_main_slots, main_stride, main_keys,
     window_chunk, chunk, lead, num_parts, num_items,
     H: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """The decoding warps: entries first, whose codes are loaded a tile ahead, then window rows."""
+    """The decoding warps: entries first, whose codes are loaded a tile ahead, then window rows; of
+    whole rows an even number of tiles, of which the last may hold no key."""
     HALF: gl.constexpr = TILE // 2
     OF_MAIN: gl.constexpr = WIDTH // 8
     OF_WINDOW: gl.constexpr = WIDTH // 4
@@ -208,7 +220,7 @@ def decode_tiles(
     tile = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         row, window_first, window_end, main_first, main_end = share(
-            item, num_parts, window_keys, main_keys, window_chunk, chunk, lead
+            item, num_parts, window_keys, main_keys, window_chunk, chunk, lead, WHOLE
         )
         _fetch_queries(q + row * row_stride, head_stride, H, WIDTH, WARPS)
         window_slots = all_window_slots + 2 * row * window_stride
@@ -223,7 +235,7 @@ def decode_tiles(
         for first in range(main_first, main_end, TILE):
             stage = tile % 2
             mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
-            _keep(keys.index(stage), bias.index(stage), codes, scales, here, 0, WIDTH)
+            _keep(keys.index(stage), bias.index(stage), codes, scales, here, 0, WIDTH, WHOLE)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
@@ -234,7 +246,11 @@ def decode_tiles(
             here = coming
             coming = load_slots(main_slots, first + 2 * TILE, main_end, TILE, MAIN)
             tile += 1
-        for first in range(window_first, window_end, TILE):
+        last = window_end
+        if WHOLE:
+            odd = (gl.cdiv(window_keys, TILE) + gl.cdiv(main_keys, TILE)) % 2
+            last = (gl.cdiv(window_keys, TILE) + odd) * TILE
+        for first in range(window_first, last, TILE):
             stage = tile % 2
             rows, flags = keys.index(stage), bias.index(stage)
             d0, t0 = load_codes(
@@ -244,8 +260,8 @@ def decode_tiles(
                 window, w1, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
             )
             mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
-            _keep(rows, flags, d0, t0, w0, 0, WIDTH)
-            _keep(rows, flags, d1, t1, w1, HALF, WIDTH)
+            _keep(rows, flags, d0, t0, w0, 0, WIDTH, WHOLE)
+            _keep(rows, flags, d1, t1, w1, HALF, WIDTH, WHOLE)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)

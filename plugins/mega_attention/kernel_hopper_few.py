@@ -17,7 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from plugins.mega_attention.kernel_hopper_decode import decode, load_codes, load_slots
-from plugins.mega_attention.kernel_hopper_queries import PAIRS, keep_queries
+from plugins.mega_attention.kernel_hopper_queries import (
+    PAIRS,
+    keep_angles,
+    keep_queries,
+    load_queries,
+)
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 # Up to so many rows: keys and heads of a program. An H200 has 132 multiprocessors.
@@ -91,12 +96,14 @@ def attention_few(
     window_codes, window_scales = load_codes(
         window, w, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
     )
-    keep_queries(q + row * row_stride, head_stride, first_head, position, inv_freq, query, turn, H)
+    blocks = load_queries(q + row * row_stride, head_stride, first_head, HEADS, H, WARPS, False)
+    keep_angles(position, inv_freq, turn, WARPS)
+    keep_queries(blocks, turn, query, False)
     if of_window:
-        keys.store(decode(window_codes, window_scales, KEYS, WIDTH))
+        keys.store(decode(window_codes, window_scales, KEYS, WIDTH, False))
         there.store(w)
     else:
-        keys.store(decode(main_codes, main_scales, KEYS, WIDTH))
+        keys.store(decode(main_codes, main_scales, KEYS, WIDTH, False))
         there.store(m)
     fence_async_shared()
     gl.thread_barrier()

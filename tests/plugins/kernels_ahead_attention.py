@@ -12,6 +12,7 @@ from plugins.device.launch import Limits
 from plugins.mega_attention import kernel as attention
 from plugins.mega_attention import kernel_hopper as hopper
 from plugins.mega_attention import kernel_hopper_few as few
+from plugins.mega_attention import kernel_hopper_whole as many
 
 STRIDE = "aligned i32"
 MAIN = {"ROWS": 64, "ROW": 288, "STORED": 4}
@@ -30,7 +31,7 @@ ATTENTION = {
     "scale": "fp32", "window": "*u8", "window_pages": STRIDE, "main": "*u8", "main_pages": STRIDE,
     "window_slots": "*i64", "window_stride": STRIDE, "window_keys": STRIDE,
     "main_slots": "*i64", "main_stride": STRIDE, "main_keys": STRIDE, "num_parts": "i32",
-    "window_chunk": "i32", "chunk": "i32", "lead": "i32", "num_items": "i32",
+    "window_chunk": "i32", "chunk": "i32", "lead": "i32", "num_items": "i32", "num_rows": "i32",
     "window_parts": "i32",
 }  # fmt: skip
 
@@ -78,12 +79,12 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         ),
         *(
             (
-                f"attention of warp groups{cut}", hopper.attention_hopper, ATTENTION,
-                {
-                    **of_warp_groups(hopper.attention_hopper, whole),
-                    "HEADS": hopper.HEADS, "TILE": hopper.TILE, "SPLIT": bool(cut),
-                }, 8,
+                f"attention of warp groups{cut}", kernel, ATTENTION,
+                {**of_warp_groups(kernel, whole), "HEADS": hopper.HEADS, "TILE": hopper.TILE},
+                warps,
             )
-            for cut in ("", " in chunks")
+            for cut, kernel, warps in (
+                ("", many.attention_whole, 4), (" in chunks", hopper.attention_hopper, 8),
+            )
         ),
     ]  # fmt: skip

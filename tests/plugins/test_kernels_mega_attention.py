@@ -121,7 +121,7 @@ def stores(operands: dict) -> list[RowStore]:
 )
 @pytest.mark.parametrize("chunk", [0, 320])
 class TestWarpGroups:
-    """The Gluon kernel, which nothing interprets."""
+    """The Gluon kernels of whole rows (0) and of long parts, which nothing interprets."""
 
     @pytest.fixture(autouse=True)
     def _cut(self, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +137,11 @@ class TestWarpGroups:
         ours = kernel.mega_attention(**operands)
         compare(ours, expected, range(0, case.heads, 3), TOLERANCE[torch.bfloat16])
 
-    def test_a_row_depends_on_itself_only(self) -> None:
-        """More rows than programs; then some of them in another order, their key sets padded."""
-        operands, _ = packed(AttentionCase("batch", 301, 64, 512, 64, 128, 192, holes=0.1))
+    @pytest.mark.parametrize(("window", "entries"), [(128, 192), (128, 512), (40, 1), (0, 7)])
+    def test_a_row_depends_on_itself_only(self, window: int, entries: int) -> None:
+        """More rows than programs, tiles odd and even in number, or one; then some of the rows in
+        another order, their key sets padded."""
+        operands, _ = packed(AttentionCase("batch", 301, 64, 512, 64, window, entries, holes=0.1))
         names = ("q", "positions", "window_slots", "main_slots")
         whole = kernel.mega_attention(**operands)
         assert torch.equal(kernel.mega_attention(**operands), whole)
@@ -148,6 +150,10 @@ class TestWarpGroups:
         for name, keys in (("window_slots", 130), ("main_slots", 301)):
             some[name] = torch.nn.functional.pad(some[name], (0, keys), value=-1)
         assert torch.equal(kernel.mega_attention(**{**operands, **some}), whole[order])
+
+    def test_rows_without_slots(self) -> None:
+        operands, _ = packed(AttentionCase("no slots", 301, 64, 512, 64, 0, None))
+        assert not kernel.mega_attention(**operands).any()
 
 
 @pytest.mark.gpu
