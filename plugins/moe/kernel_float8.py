@@ -49,7 +49,7 @@ def permuted(codes):
 
 @triton.jit
 def permuted_halves(values):
-    """The same of rows in float16, for weights in NVFP4: kernel_few_nvfp4.py has their places."""
+    """The same of rows in float16, for weights in NVFP4: kernel_nvfp4.py has their places."""
     N: tl.constexpr = values.shape[0] * 32
     return values.reshape(N // 128, 4, 4, 2, 2, 2).permute(0, 2, 5, 3, 1, 4).reshape(N)
 
