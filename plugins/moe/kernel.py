@@ -64,13 +64,15 @@ def _rounding(
     split: int,
     *,
     few: bool = False,
+    many: bool = False,
 ) -> _Rounding:
     """x [R, W], for the experts that want it rounded. Routed experts read rows before `split` (of
     which 0 means all), shared ones those from there on. few: for kernel_few.py, whose experts in
-    NVFP4 read float16 and all others codes."""
+    NVFP4 read float16 and all others codes; many: for kernel_hopper.py, whose chosen ones do."""
     rows, width = x.shape
-    as_codes, as_halves = stored == FLOAT8, False
-    end_codes = (split or rows) if as_codes else 0
+    as_halves = many and stored == NVFP4.value
+    as_codes = stored == FLOAT8 or (many and not as_halves)
+    end_codes = (split or rows) if as_codes or as_halves else 0
     first_values = rows
     if few:
         kinds = {stored, *([shared.gate_up.stored] if shared.num_experts else [])}
@@ -78,7 +80,7 @@ def _rounding(
         end_codes = rows
     elif shared.quantized and shared.num_experts:
         first_values = split
-    if routed.quantized and not as_codes and not few:
+    if routed.quantized and not end_codes:
         first_values = 0
     values, codes, halves, powers = x, x, x, x
     if first_values < rows:
@@ -87,7 +89,7 @@ def _rounding(
         codes = torch.empty(end_codes, width, dtype=torch.float8_e4m3fn, device=x.device)
         codes = codes.view(torch.uint8) if INTERPRETED else codes
     if as_halves:
-        halves = torch.empty_like(x, dtype=torch.float16)
+        halves = torch.empty(end_codes, width, dtype=torch.float16, device=x.device)
     if as_codes or as_halves:
         powers = torch.empty(end_codes, dtype=torch.float32, device=x.device)
     head, rest = _halves(width)
@@ -133,19 +135,21 @@ def _launch(device: torch.device) -> dict[str, bool]:
 
 class HopperTile(NamedTuple):
     """Of a program of kernel_hopper.py: weight rows, and rows of tokens in one product and in a
-    second one; stages, whether codes are copied for two steps at once, and warps that multiply."""
+    second one; how often fewer rows may halve the first; stages, whether codes are copied for two
+    steps at once, and warps that multiply."""
 
     weights: int
     rows: int
     more: int
+    levels: int
     stages: int
     wide: bool
     warps: int
 
     def constants(self) -> dict[str, int]:
         return {
-            "N": self.weights, "ROWS": self.rows, "MORE": self.more, "STAGES": self.stages,
-            "WIDE": self.wide, "WARPS": self.warps,
+            "N": self.weights, "ROWS": self.rows, "MORE": self.more,
+            "LEVELS": self.levels, "STAGES": self.stages, "WIDE": self.wide, "WARPS": self.warps,
         }  # fmt: skip
 
     def programs(self, device: Limits) -> int:
@@ -157,11 +161,16 @@ class HopperTile(NamedTuple):
         return {"num_warps": self.warps, **({"maxnreg": 128} if self.warps == 4 else {})}
 
 
-def hopper_tile(pairs: int) -> HopperTile:
+def hopper_tile(pairs: int, stored: int) -> HopperTile:
     """For so many pairs of an expert on average."""
-    if pairs <= 80:
-        return HopperTile(128, 64, 32, 5, wide=True, warps=4)
-    return HopperTile(256, 128, 0, 6, wide=False, warps=8)
+    released = stored == FLOAT8
+    if pairs <= 72:
+        wide = released or stored == NVFP4.value
+        return HopperTile(128, 64, 16, 0, 5 if released else 3, wide, warps=4)
+    # What float16 rows leave of the shared memory is too little for more than 128 of them.
+    if pairs <= 192 or stored == NVFP4.value:
+        return HopperTile(256, 128, 0, 2, 6 if released else 4, wide=False, warps=8)
+    return HopperTile(128, 256, 32 if released else 0, 2, 4, wide=False, warps=8)
 
 
 def most_shared_rows(row_tile: int) -> int:
@@ -191,7 +200,8 @@ def moe(
 
     Released FP4 experts of bfloat16 rows are multiplied as E4M3, whose sums of 256 products are
     added in float32, or stay in the tensor core where kernel_hopper.py takes many rows; so are
-    shared experts beside kernel_few.py's few rows. Otherwise products take bfloat16 operands for
+    shared experts beside kernel_few.py's few rows, and what both take in MXFP8; NVFP4 they multiply
+    as float16. Otherwise products take bfloat16 operands for
     bfloat16 rows and three TF32 products for float32 ones. A row's experts are added in ascending
     order, then the shared ones.
     With float64, a gradient, or experts in several formats the reference runs.
@@ -230,7 +240,7 @@ def _run(
     row_tile = min(most_rows, padded(triton.cdiv(pairs, hit)))
     hopper = None
     if row_tile >= 64 and _takes_hopper(u, routed, pairs):
-        hopper = hopper_tile(triton.cdiv(pairs, hit))
+        hopper = hopper_tile(triton.cdiv(pairs, hit), routed.gate_up.stored)
     segment = hopper.rows + hopper.more if hopper is not None else 0
     most_segments = hit + pairs // segment if segment else hit
     segments = torch.empty(most_segments, 3, dtype=torch.int32, device=device)
@@ -239,8 +249,9 @@ def _run(
     chunk = min(4096, padded(pairs))
     launch = _launch(device)
     formats = routed.gate_up, shared.gate_up
-    few = hopper is None and takes_few(u, triton.cdiv(pairs, hit), routed, shared)
-    of_rows = _rounding(u, routed, shared, formats[0].stored, 0, few=few)
+    many, as_halves = hopper is not None, routed.gate_up.stored == NVFP4.value
+    few = not many and takes_few(u, triton.cdiv(pairs, hit), routed, shared)
+    of_rows = _rounding(u, routed, shared, formats[0].stored, 0, few=few, many=many)
     x = of_rows.rows
     route[(hit + of_rows.programs,)](
         ids, pairs, routed.num_experts, hit, segments, num_segments, order, places,
@@ -283,15 +294,15 @@ def _run(
             SHARED_STORED=formats[1].stored, SHARED_WORDS=formats[1].words, **sizes, **common,
         )  # fmt: skip
     else:
-        of_hopper = {**hopper.constants(), **hopper.options()}
+        of_hopper = {"STORED": formats[0].stored, **hopper.constants(), **hopper.options()}
         product_hopper[(hopper.programs(limits(device)),)](
-            x.codes, x.powers, segments, num_segments, order, weights, routed.table,
-            routed.gate_up_exponents, activation, limit,
+            x.halves if as_halves else x.codes, x.powers, segments, num_segments, order, weights,
+            routed.table, routed.gate_up_exponents, activation, limit,
             TOP_K=top_k, COLUMNS=width, OUTPUTS=inter, MATRICES=2, **of_hopper,
         )  # fmt: skip
 
     formats = routed.down, shared.down
-    rounding = _rounding(activation, routed, shared, formats[0].stored, pairs, few=few)
+    rounding = _rounding(activation, routed, shared, formats[0].stored, pairs, few=few, many=many)
     a = _round(rounding, device)
     y = torch.empty(pairs + shared.num_experts * rows, width, dtype=torch.float32, device=device)
     if few:
@@ -311,8 +322,8 @@ def _run(
         )  # fmt: skip
     else:
         product_hopper[(hopper.programs(limits(device)),)](
-            a.codes, a.powers, segments, num_segments, order, weights, routed.table,
-            routed.down_exponents, y, limit,
+            a.halves if as_halves else a.codes, a.powers, segments, num_segments, order, weights,
+            routed.table, routed.down_exponents, y, limit,
             TOP_K=1, COLUMNS=inter, OUTPUTS=width, MATRICES=1, **of_hopper,
         )  # fmt: skip
     if num_shared < shared.num_experts:
@@ -325,14 +336,13 @@ def _run(
 
 
 def _takes_hopper(u: torch.Tensor, routed: DeviceExperts, pairs: int) -> bool:
-    """Released FP4 experts of whole stages, on compute capability 9.0."""
+    """Experts of whole stages, on compute capability 9.0."""
     if INTERPRETED or not limits(u.device).warp_groups:
         return False
-    both = routed.gate_up.stored == routed.down.stored == FLOAT8
     width, inter = u.shape[1], routed.inter
     # Rows lie at offsets of 31 bits.
     near = max(u.numel(), pairs * inter) < 1 << 31
-    return both and near and width % 256 == inter % 256 == 0
+    return routed.many and near and width % 256 == inter % 256 == 0
 
 
 def _inner(width: int, most: int = 128) -> int:

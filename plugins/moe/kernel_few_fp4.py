@@ -18,7 +18,7 @@ from plugins.device.overlap_gluon import let_next_begin, wait
 from plugins.moe.kernel_few_parts import address, apart_of, copy_rows, copy_weights, tokens_of
 from plugins.moe.kernel_float8 import EIGHT_CODES
 from plugins.moe.kernel_hopper_operand import groups, operand, sums, tables, words_layout
-from plugins.moe.kernel_hopper_tile import largest_of, line, output_of, store
+from plugins.moe.kernel_hopper_tile import FLOAT8, largest_of, line, output_of, store
 
 # An operand is one register here, and so is 0x40404040: the compiler would move a constant to one
 # again for every word.
@@ -153,6 +153,6 @@ def fp4_tile(
         next_stage = stage
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     store(
-        total, power, weight, from_row, start, count, first, expert, exponents, result, limit,
-        OUTPUTS, MATRICES, WARPS,
+        total, power, weight, from_row, start, count, first, expert, table, exponents, result,
+        limit, OUTPUTS, MATRICES, FLOAT8, WARPS,
     )  # fmt: skip

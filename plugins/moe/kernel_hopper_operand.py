@@ -1,8 +1,9 @@
-"""Layouts of kernel_hopper.py and the left operand of its products: FP4 codes as E4M3, in the
-registers from which a tensor core takes it.
+"""Layouts of kernel_hopper.py and the left operand of its products, in the registers from which a
+tensor core takes it: FP4 and MXFP8 codes as E4M3. kernel_nvfp4.py has NVFP4.
 
-A thread loads groups of 32 codes, and decodes what the tensor core takes from it: with rows loaded
-in a permuted order, and columns of the right operand stored in one, nothing changes threads.
+A thread loads 32 codes that lie side by side, and decodes what the tensor core takes from it: with
+rows loaded in a permuted order, and columns of the right operand stored in one, nothing changes
+threads.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -18,6 +19,21 @@ from plugins.moe.kernel_float8 import EIGHT_CODES
 # Here an operand of the assembly is one register, not four bytes with a register each.
 _EIGHT_CODES = gl.constexpr(EIGHT_CODES.value.replace("$7", "$4"))
 _TOP = gl.constexpr(6)  # as in kernel_float8.py
+# Four E4M3 codes times a power of two, which $2 holds twice in float16.
+SHIFTED = gl.constexpr("""
+{
+.reg .b16 low, high;
+.reg .b32 first, last;
+mov.b32 {low, high}, $1;
+cvt.rn.f16x2.e4m3x2 first, low;
+cvt.rn.f16x2.e4m3x2 last, high;
+mul.f16x2 first, first, $2;
+mul.f16x2 last, last, $2;
+cvt.rn.satfinite.e4m3x2.f16x2 low, first;
+cvt.rn.satfinite.e4m3x2.f16x2 high, last;
+mov.b32 $0, {low, high};
+}
+""")
 
 
 @gluon.constexpr_function
@@ -49,12 +65,25 @@ def stored(each, columns, of_warps):
 
 
 @gluon.jit
+def _scales(four, WARPS: gl.constexpr):
+    """Bytes of words [N], int32 [N, 4]."""
+    nth = gl.arange(0, 4, layout=gl.SliceLayout(0, groups(WARPS)))
+    return ((gl.expand_dims(four, 1) >> (8 * gl.expand_dims(nth, 0))) & 0xFF).to(gl.int32)
+
+
+@gluon.jit
 def tables(four, top, WARPS: gl.constexpr):
     """The eight magnitudes of groups [N, 4], in two registers."""
-    nth = gl.arange(0, 4, layout=gl.SliceLayout(0, groups(WARPS)))
-    scale = ((gl.expand_dims(four, 1) >> (8 * gl.expand_dims(nth, 0))) & 0xFF).to(gl.int32)
-    shift = scale - gl.expand_dims(top, 1) + _TOP
+    shift = _scales(four, WARPS) - gl.expand_dims(top, 1) + _TOP
     return shift * 0x08080800 + 0x3C383000, shift * 0x08080808 + 0x4C484440
+
+
+@gluon.jit
+def powers(four, top, WARPS: gl.constexpr):
+    """Powers of two of groups [N, 4] relative to the largest of a row, each twice in float16."""
+    # Out of range only where all codes are 0.
+    exponent = _scales(four, WARPS) - gl.expand_dims(top, 1) + 15
+    return gl.minimum(gl.maximum(exponent, 0), 15) * 0x04000400
 
 
 @gluon.jit
@@ -67,6 +96,14 @@ def decoded(words, low, high):
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,
+    )
+
+
+@gluon.jit
+def shifted(words, power):
+    """Four E4M3 codes of words [N, 4], int32, times powers, rounded."""
+    return gl.inline_asm_elementwise(
+        SHIFTED, "=r,r,r", [words, power], dtype=gl.int32, is_pure=True, pack=1
     )
 
 

@@ -10,10 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language import PropagateNan
 
+from plugins.device.weights import NVFP4
 from plugins.moe.kernel_hopper_operand import stored
+from plugins.moe.kernel_nvfp4 import UNIT
 
 _ALL = gl.constexpr(PropagateNan.ALL)
 _TOP = gl.constexpr(6)  # as in kernel_float8.py
+FLOAT8 = gl.constexpr(9)  # of device_weights.py
 
 
 @gluon.constexpr_function
@@ -27,6 +30,25 @@ def output_of(place, N: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexp
     holds outputs that lie side by side, and both matrices' sums of each."""
     ROUND: gl.constexpr = 8 * WARPS
     return place % ROUND * (N // (ROUND * MATRICES)) + place % (N // MATRICES) // ROUND
+
+
+@gluon.jit
+def segment_of(segments, item, end, TILES: gl.constexpr):
+    """Expert, first place and number of rows of an item, or of the last one."""
+    at = segments + gl.minimum(item, end - 1) // TILES * 3
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
+
+
+@gluon.jit
+def width_of(count, ROWS: gl.constexpr, MORE: gl.constexpr, LEVELS: gl.constexpr):
+    """Rows of the product that takes so many: of ROWS + MORE, or ROWS, or a half or a quarter of
+    them as LEVELS is 1 or 2."""
+    width = gl.where(count <= ROWS, ROWS, ROWS + MORE)
+    if LEVELS >= 1:
+        width = gl.where(count <= ROWS // 2, ROWS // 2, width)
+    if LEVELS >= 2:
+        width = gl.where(count <= ROWS // 4, ROWS // 4, width)
+    return width
 
 
 @gluon.jit
@@ -55,13 +77,21 @@ def largest_of(
 
 
 @gluon.jit
-def _scaled(total, exponent, power):
+def _scaled(total, exponent, power, STORED: gl.constexpr):
     """Sums [N, ROWS] times 2^(exponent − 127 − TOP) of their rows, in two factors that are normal
-    numbers, and the powers of their columns."""
+    numbers, and the powers of their columns. FP4 was decoded to negatives."""
+    TOP: gl.constexpr = _TOP if STORED == FLOAT8 else 0
     half = exponent >> 1
     factor = (half << 23).to(gl.float32, bitcast=True)
-    rest = ((exponent - half - _TOP + 127) << 23).to(gl.float32, bitcast=True)
-    return total * gl.expand_dims(-factor, 1) * (gl.expand_dims(rest, 1) * gl.expand_dims(power, 0))
+    factor = -factor if STORED == FLOAT8 else factor
+    rest = ((exponent - half - TOP + 127) << 23).to(gl.float32, bitcast=True)
+    return total * gl.expand_dims(factor, 1) * (gl.expand_dims(rest, 1) * gl.expand_dims(power, 0))
+
+
+@gluon.jit
+def _global_scale(table, expert, matrix: gl.constexpr):
+    address = gl.load(table + expert.to(gl.int64) * 9 + 3 * matrix + 2)
+    return gl.load(address.to(gl.pointer_type(gl.float32)))
 
 
 @gluon.jit
@@ -90,16 +120,22 @@ def arranged(total, MATRICES: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def store(
-    total, power, weight, from_row, start, count, first, expert, exponents, result, limit,
-    OUTPUTS: gl.constexpr, MATRICES: gl.constexpr, WARPS: gl.constexpr,
+    total, power, weight, from_row, start, count, first, expert, table, exponents, result, limit,
+    OUTPUTS: gl.constexpr, MATRICES: gl.constexpr, STORED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Results of `total` [N, ROWS], of outputs `first` on, for rows from_row on of a segment."""
     total = arranged(total, MATRICES, WARPS)
     place = gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, total.type.layout))
-    output = gl.minimum(first + place // MATRICES, OUTPUTS - 1)
-    largest = exponents + (expert * MATRICES + place % MATRICES) * OUTPUTS + output
     power = gl.convert_layout(power, gl.SliceLayout(0, total.type.layout))
-    value = _scaled(total, gl.load(largest).to(gl.int32), power)
+    if STORED == NVFP4:
+        factor = _global_scale(table, expert, 0 if MATRICES == 2 else 2)
+        other = _global_scale(table, expert, 1) if MATRICES == 2 else factor
+        factor = gl.where(place % MATRICES == 0, factor, other) * UNIT
+        value = total * (gl.expand_dims(factor, 1) * gl.expand_dims(power, 0))
+    else:
+        output = gl.minimum(first + place // MATRICES, OUTPUTS - 1)
+        largest = exponents + (expert * MATRICES + place % MATRICES) * OUTPUTS + output
+        value = _scaled(total, gl.load(largest).to(gl.int32), power, STORED)
     store_values(
         value, weight, from_row, start, count, first, result, limit, OUTPUTS, MATRICES, WARPS
     )

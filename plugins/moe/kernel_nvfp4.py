@@ -86,3 +86,20 @@ def operand(a, b, SUMS: gl.constexpr, WARPS: gl.constexpr):
     value = value.reshape([N // (16 * WARPS), 2, WARPS, 8, 4, 2, 2, 2, 2])
     value = gl.permute(value, (0, 2, 1, 3, 7, 6, 5, 4, 8)).reshape([N, 64])
     return gl.convert_layout(value, gl.DotOperandLayout(0, SUMS, 2))
+
+
+@gluon.jit
+def operand_of_word(first, last, SUMS: gl.constexpr, WARPS: gl.constexpr):
+    """Registers of a word in pairs [N, 4, 2] as the left operand [N, 32]: two steps of it."""
+    N: gl.constexpr = first.shape[0]
+    HALVES: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 2, 2, 2], [8, 4, 1, 1, 1], [WARPS, 1, 1, 1, 1], [4, 3, 2, 1, 0]
+    )
+    pair = gl.convert_layout(gl.join(first, last).reshape([N, 4, 2, 2, 1]), HALVES)
+    pair += gl.zeros([N, 4, 2, 2, 2], gl.int32, HALVES)
+    half = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r", [pair], dtype=gl.uint16, is_pure=True, pack=2
+    )
+    half = half.reshape([N // (16 * WARPS), 2, WARPS, 8, 4, 2, 2, 2])
+    half = gl.permute(half, (0, 2, 1, 3, 6, 5, 4, 7)).reshape([N, 32])
+    return gl.convert_layout(half.to(gl.float16, bitcast=True), gl.DotOperandLayout(0, SUMS, 2))

@@ -68,16 +68,17 @@ def experts(kernel: Any, rows: int, device: Limits, **more: Any) -> tuple[Any, .
     return kernel, arguments, constants, moe.warps(rows), moe.stages(device, wide=False)
 
 
-def hopper_experts(pairs: int, matrices: int) -> tuple[Any, ...]:
+def hopper_experts(pairs: int, matrices: int, stored: int = FLOAT8) -> tuple[Any, ...]:
     """Both matrices that read the hidden state, or the one that writes it."""
+    tile = moe.hopper_tile(pairs, stored)
     columns, outputs = (5120, 2304) if matrices == 2 else (2304, 5120)
     constants = {
         "TOP_K": 6 if matrices == 2 else 1, "COLUMNS": columns, "OUTPUTS": outputs,
-        "MATRICES": matrices, **moe.hopper_tile(pairs).constants(),
+        "MATRICES": matrices, "STORED": stored, **tile.constants(),
     }  # fmt: skip
     result = "*bf16" if matrices == 2 else "*fp32"
-    arguments = {**EXPERTS, "x": "*fp8e4nv", "result": result}
-    return hopper.product_hopper, arguments, constants, moe.hopper_tile(pairs).warps
+    arguments = {**EXPERTS, "x": "*fp16" if stored == 3 else "*fp8e4nv", "result": result}
+    return hopper.product_hopper, arguments, constants, tile.warps
 
 
 def few_experts(
@@ -125,6 +126,10 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         ("experts up", *experts(product.gate_up, 128, device, TILE=64, TOP_K=6)),
         ("experts up, many rows", *hopper_experts(512, 2)),
         ("experts down, some rows", *hopper_experts(64, 1)),
+        ("experts up, many rows of NVFP4", *hopper_experts(512, 2, 3)),
+        ("experts down, some rows of NVFP4", *hopper_experts(64, 1, 3)),
+        ("experts up, some rows of MXFP8", *hopper_experts(64, 2, 1)),
+        ("experts down, many rows of MXFP8", *hopper_experts(512, 1, 1)),
         ("experts up, few rows", *few_experts(2, 1, 1, FLOAT8, 0)),
         ("experts down, few rows", *few_experts(1, 128, 16, FLOAT8, 1)),
         ("experts up, few rows of NVFP4", *few_experts(2, 64, 8, 3, 3)),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import re
 
 import pytest
 import torch
+from assembly_oracle import followed, halves, register
 from expert_oracle import experts, in_float64, no_experts, on_device, relative
 from kernel_oracle import DEVICE, load_kernel
 
@@ -67,50 +67,12 @@ def test_few_tokens(hidden: int, inter: int, rows: int, chosen: str, stored: str
     assert torch.equal(poisoned[1:], whole[1:])
 
 
-def _halves(register: int) -> torch.Tensor:
-    return torch.tensor([register & 0xFFFF, register >> 16]).to(torch.uint16).view(torch.float16)
-
-
-def _register(halves: torch.Tensor) -> int:
-    low, high = halves.half().view(torch.uint16).tolist()
-    return low | high << 16
-
-
-def _followed(assembly: str, registers: dict[str, int]) -> dict[str, int]:
-    """What the instructions leave in registers, of which no interpreter runs them."""
-    operations = {
-        "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
-        "shr.u32": lambda a, b: a >> b,
-        "and.b32": lambda a, b: a & b,
-        "lop3.b32": lambda a, b, c, which: (a & b | c) if which == 0xEA else None,
-        "cvt.u16.u32": lambda a: a & 0xFFFF,
-        "cvt.rn.f16x2.e4m3x2": lambda a: _register(
-            torch.tensor([a & 0xFF, a >> 8], dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-        ),
-        "prmt.b32": lambda a, b, which: sum(
-            ((a | b << 32) >> 8 * (which >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4)
-        ),
-        "mul.f16x2": lambda a, b: _register(_halves(a).float() * _halves(b).float()),
-    }
-    for name, text in re.findall(r"(\w[\w.]+) ([^;]*);", assembly):
-        if name.startswith("reg"):
-            continue
-        if name == "mov.b32":
-            low, high, source = re.findall(r"\w+", text)
-            registers |= {low: registers[source] & 0xFFFF, high: registers[source] >> 16}
-            continue
-        target, *operands = text.split(", ")
-        values = [registers[x] if x in registers else int(x, 0) for x in operands]
-        registers[target] = operations[name](*values)
-    return registers
-
-
 def test_scales_of_nvfp4() -> None:
     """Two E4M3 codes, each twice in a register; NaN stays NaN."""
     scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     for code in range(256):
-        made = _followed(kernel_nvfp4.TWO_SCALES.value, {"$2": code | (255 - code) << 8})
-        ours = torch.stack([_halves(made["$0"]), _halves(made["$1"])]).float()
+        made = followed(kernel_nvfp4.TWO_SCALES.value, {"$2": code | (255 - code) << 8})
+        ours = torch.stack([halves(made["$0"]), halves(made["$1"])]).float()
         expected = torch.stack([scales[code], scales[255 - code]])[:, None].expand(2, 2)
         assert torch.equal(ours.nan_to_num(1e4), expected.nan_to_num(1e4))
 
@@ -119,9 +81,9 @@ def test_scales_of_nvfp4() -> None:
 def test_nvfp4_codes_times_their_scale_are_exact(scale: float) -> None:
     for first in range(0, 256, 4):
         word = int.from_bytes(range(first, first + 4), "little")
-        step = _register(torch.tensor([scale, scale]))
-        made = _followed(kernel_nvfp4.EIGHT_VALUES.value, {"$4": word, "$5": step})
-        ours = torch.cat([_halves(made[f"${i}"]) for i in range(4)]).double()
+        step = register(torch.tensor([scale, scale]))
+        made = followed(kernel_nvfp4.EIGHT_VALUES.value, {"$4": word, "$5": step})
+        ours = torch.cat([halves(made[f"${i}"]) for i in range(4)]).double()
         nibbles = torch.tensor([word >> 4 * i & 15 for i in (0, 2, 4, 6, 1, 3, 5, 7)])
         values = E2M1.double()[nibbles & 7] * (1.0 - 2.0 * (nibbles >> 3))
         assert torch.equal(ours * kernel_nvfp4.UNIT.value, values * scale)
