@@ -19,10 +19,11 @@ import triton.language as tl
 from plugins.device.launch import INTERPRETED, Limits, limits, needs_reference, padded, unit_stride
 from plugins.device.numbers import mxfp8_round
 from plugins.device.overlap import after_previous, overlaps
-from plugins.device.weights import DeviceWeight, device_weight, load_weight
+from plugins.device.weights import NVFP4, DeviceWeight, device_weight, load_weight
+from plugins.linear.kernel_codes import two_a_byte
 from plugins.linear.kernel_few import few_products, takes_few
 from plugins.linear.kernel_long import long_product, takes_long
-from plugins.linear.kernel_planes import planes_of, product_planes, spread_rows
+from plugins.linear.kernel_planes import product_planes, spread_rows
 from plugins.linear.kernel_row import row_products, takes_row
 from plugins.linear.kernel_split import split_product
 from plugins.linear.weight import LinearWeight, PackedLinearWeight
@@ -66,21 +67,28 @@ def tiles(rows: int, device: Limits, *, wide: bool) -> Tiles:
 
 def plane_tiles(rows: int, outputs: int, device: Limits, *, stored: int) -> Tiles:
     """As `tiles`, where a weight is taken apart in planes; `outputs`: of all groups."""
-    fp4, wide = planes_of(stored) == 4, False
+    fp4 = two_a_byte(stored)
+    # Wide tiles read the rows fewer times.
+    wide = outputs > 64 * _PROGRAMS
     if rows > _FEW_ROWS:
         output_tile, row_tile, warps, inner = 128, 128, 4, 64
-    else:
-        # Wide tiles read the rows fewer times; of 16 rows or fewer one takes a multiprocessor,
-        # which pays where there are two for each.
-        wide = outputs > (120 if rows <= 16 else 64) * _PROGRAMS
+        stages = 3 if fp4 else 4
+    elif rows > 16:
         output_tile, warps = (128, 8) if wide else (64, 4)
-        row_tile = 16 if rows <= 16 else _FEW_ROWS
-        inner = 256 if fp4 or rows <= 16 else 128
+        row_tile, inner = _FEW_ROWS, 128 if wide or stored != NVFP4.value else 256
+        stages = 3 if wide else 512 // inner
+    elif fp4:
+        # Two programs fill a multiprocessor where there are two for each: if there were room for
+        # more, the next launch's programs would take it, and lie unevenly.
+        output_tile, row_tile, inner, warps, stages = 64, 16, 256, 4, 3 if wide else 6
+    else:
+        # One takes a multiprocessor, which pays where there are two for each.
+        wide = outputs > 120 * _PROGRAMS
+        output_tile, warps, stages = (128, 8, 3) if wide else (64, 4, 4)
+        row_tile, inner = 16, 256
     step = inner * (output_tile // (2 if fp4 else 1) + 2 * row_tile)
     room = device.shared_memory * 15 // 16  # the scales' words take little
-    return Tiles(
-        output_tile, row_tile, inner, warps, max(2, min(3 if fp4 or wide else 4, room // step))
-    )
+    return Tiles(output_tile, row_tile, inner, warps, max(2, min(stages, room // step)))
 
 
 def parts_of(rows: int, programs: int, inner: int) -> int:
@@ -264,17 +272,17 @@ def product(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: i
 
 
 def _spread(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight) -> torch.Tensor:
-    """x [T, G·K], rounded as the weight asks for, as planes [P, T, G·K / P] of its columns."""
+    """x [T, G·K], rounded as the weight asks for, as planes [2, T, G·K / 2] of its columns."""
     rounds = kept.quantized_input and kept.input_scale is None
     x = unit_stride(x if rounds else kept.round_input(x))
     rows, width = x.shape
-    count, overlap = planes_of(weight.stored), overlaps(x.device)
-    planes = x.new_empty((count, rows, width // count))
+    overlap = overlaps(x.device)
+    planes = x.new_empty((2, rows, width // 2))
     # Of few rows, more programs are on the way at a time.
     tile = min(_TILE if rows <= 16 else 2 * _TILE, padded(width, 128))
     spread_rows[(rows, triton.cdiv(width, tile))](
-        x, x.stride(0), planes, planes.stride(0), width, tile, count, rounds, _takes_float8(x),
-        overlap, launch_pdl=overlap,
+        x, x.stride(0), planes, planes.stride(0), width, tile, two_a_byte(weight.stored), rounds,
+        _takes_float8(x), overlap, launch_pdl=overlap,
     )  # fmt: skip
     return planes
 

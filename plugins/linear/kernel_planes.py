@@ -1,8 +1,9 @@
 """Packed weights times bfloat16 rows; docs/kernels/linear.md says why in this way.
 
-A word of a weight holds codes of neighbouring columns. Taken apart in registers they make one
-bfloat16 operand each: of the even and the odd columns (E4M3), or of every fourth (E2M1). So the
-input rows are kept as such planes too, and a product over a row is the sum of theirs.
+A word of a weight holds codes of neighbouring columns. Taken apart in registers they make two
+bfloat16 operands: of the even and the odd columns (E4M3), or of the first and the last two of four
+(E2M1). So the input rows are kept as such planes too, and a product over a row is the sum of
+theirs.
 """
 
 # Functions in the Triton language have no types that mypy could check.
@@ -15,7 +16,8 @@ import triton.language as tl
 
 from plugins.device.numbers import E2M1_UNIT, E4M3_UNIT, e2m1_pair, e4m3, e4m3_scale, mxfp8_round
 from plugins.device.overlap import after_previous
-from plugins.device.weights import FP8_BLOCKS, MXFP4, NVFP4
+from plugins.device.weights import FP8_BLOCKS, NVFP4
+from plugins.linear.kernel_codes import two_a_byte
 
 # The two codes of both halves of a word, as bfloat16 times their scale. A code's bits at the right
 # place are 2^−120 of its value, subnormals included; one product makes up for that, a second one
@@ -71,19 +73,14 @@ fma.rn.bf16x2 $3, code, $5, none;
 """)
 
 
-@triton.constexpr_function
-def planes_of(stored):
-    """In how many planes the columns of a weight are taken."""
-    return 4 if stored in (MXFP4.value, NVFP4.value) else 2
-
-
 @triton.jit
 def spread_rows(
-    x, row_stride, planes, plane_stride, K, TILE: tl.constexpr, PLANES: tl.constexpr,
+    x, row_stride, planes, plane_stride, K, TILE: tl.constexpr, FP4: tl.constexpr,
     ROUND: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Planes [PLANES, T, K / PLANES] of x [T, K]: column c is column c // PLANES of plane
-    c % PLANES. ROUND: rounded to MXFP8 first."""
+    """Planes [2, T, K / 2] of x [T, K]: its even and its odd columns, or with FP4, of every four
+    columns two; eight of the one and eight of the other of these two in turn, as `_beside` has
+    them. ROUND: rounded to MXFP8 first."""
     after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TILE
@@ -91,20 +88,14 @@ def spread_rows(
     value = tl.load(x + row * row_stride + column, mask=column < K, other=0.0)
     if ROUND:
         value = mxfp8_round(value.to(tl.float32), FLOAT8).to(planes.dtype.element_ty)
-    WIDTH: tl.constexpr = TILE // PLANES
-    place = first // PLANES + tl.arange(0, WIDTH)
-    at, there = planes + row * (K // PLANES) + place, place < K // PLANES
-    even, odd = tl.split(value.reshape(TILE // 2, 2))
-    if PLANES == 2:
-        tl.store(at, even, mask=there)
-        tl.store(at + plane_stride, odd, mask=there)
-    else:
-        p0, p2 = tl.split(even.reshape(WIDTH, 2))
-        p1, p3 = tl.split(odd.reshape(WIDTH, 2))
-        tl.store(at, p0, mask=there)
-        tl.store(at + plane_stride, p1, mask=there)
-        tl.store(at + 2 * plane_stride, p2, mask=there)
-        tl.store(at + 3 * plane_stride, p3, mask=there)
+    WIDTH: tl.constexpr = TILE // 2
+    place = first // 2 + tl.arange(0, WIDTH)
+    at, there = planes + row * (K // 2) + place, place < K // 2
+    if FP4:
+        value = value.reshape(TILE // 32, 8, 2, 2).permute(0, 3, 1, 2)
+    one, other = tl.split(value.reshape(WIDTH, 2))
+    tl.store(at, one, mask=there)
+    tl.store(at + plane_stride, other, mask=there)
 
 
 @triton.jit
@@ -136,6 +127,14 @@ def _plane(word, PLANE: tl.constexpr, FP4: tl.constexpr):
 
 
 @triton.jit
+def _beside(a, b):
+    """[N, 2 W] of two [N, W], eight columns of either in turn: no value changes its thread."""
+    N: tl.constexpr = a.shape[0]
+    W: tl.constexpr = a.shape[1]
+    return tl.join(a, b).reshape(N, W // 8, 8, 2).permute(0, 1, 3, 2).reshape(N, 2 * W)
+
+
+@triton.jit
 def _rows(at, there):
     return tl.load(at, mask=there, other=0.0)
 
@@ -150,9 +149,9 @@ def product_planes(
 ):  # fmt: skip
     """As _product of kernel.py, on the planes of spread_rows; K and `chunk` are multiples of INNER.
     A global scale multiplies the sums."""
-    FP4: tl.constexpr = (STORED == MXFP4) | (STORED == NVFP4)
-    PLANES: tl.constexpr = planes_of(STORED)
-    WIDTH: tl.constexpr = INNER // PLANES  # words of 16 bits a step
+    FP4: tl.constexpr = two_a_byte(STORED)
+    PER: tl.constexpr = 4 if FP4 else 2  # columns of a word of 16 bits
+    WIDTH: tl.constexpr = INNER // PER  # words of 16 bits a step
     GROUP: tl.constexpr = 16 if STORED == NVFP4 else 32
     SCALES: tl.constexpr = INNER // GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -163,10 +162,11 @@ def product_planes(
     # programs copied the same one again and again, all would wait for a few lines of the cache.
     weight_row = group * N + tl.minimum(output, N - 1)
     inner = tl.arange(0, WIDTH)
+    half = tl.arange(0, INNER // 2)
     is_row = (row < num_rows)[:, None]
-    x_at = x + group * (K // PLANES) + row[:, None].to(tl.int64) * row_stride + inner[None, :]
+    x_at = x + group * (K // 2) + row[:, None].to(tl.int64) * row_stride + half[None, :]
     weight_at = codes.to(tl.pointer_type(tl.uint16), bitcast=True)
-    weight_at += weight_row[:, None].to(tl.int64) * (K // PLANES) + inner[None, :]
+    weight_at += weight_row[:, None].to(tl.int64) * (K // PER) + inner[None, :]
     scale_row = weight_row // 32 if STORED == FP8_BLOCKS else weight_row
     words_at = scale.to(tl.pointer_type(tl.int32), bitcast=True)
     words_at += scale_row[:, None].to(tl.int64) * (scale_stride // 4)
@@ -181,15 +181,21 @@ def product_planes(
     after_previous(OVERLAP)
     for i in range(steps):
         first = start + i * INNER
-        word = tl.load(weight_at + first // PLANES)
+        word = tl.load(weight_at + first // PER)
         words = tl.load(words_at + first // (4 * GROUP))
         step = _steps(words, first // GROUP % 4, STORED, SCALES)
-        step = tl.broadcast_to(step[:, :, None], (OUTPUTS, SCALES, GROUP // PLANES))
+        step = tl.broadcast_to(step[:, :, None], (OUTPUTS, SCALES, GROUP // PER))
         step = step.reshape(OUTPUTS, WIDTH)
-        now = x_at + first // PLANES
+        now = x_at + first // 2
         if WIDEN:
-            for plane in tl.static_range(PLANES):
-                weight = _plane(word.to(tl.int32), plane, FP4) * step.to(tl.float32)
+            for plane in tl.static_range(2):
+                if FP4:
+                    weight = _beside(
+                        _plane(word.to(tl.int32), 2 * plane, FP4) * step.to(tl.float32),
+                        _plane(word.to(tl.int32), 2 * plane + 1, FP4) * step.to(tl.float32),
+                    )
+                else:
+                    weight = _plane(word.to(tl.int32), plane, FP4) * step.to(tl.float32)
                 value = _rows(now + plane * plane_stride, is_row).to(tl.float32)
                 products = tl.dot(weight, tl.trans(value), products)
         elif FP4:
@@ -201,10 +207,9 @@ def product_planes(
                 is_pure=True,
                 pack=2,
             )
-            products = tl.dot(w0, tl.trans(_rows(now, is_row)), products)
-            products = tl.dot(w1, tl.trans(_rows(now + plane_stride, is_row)), products)
-            products = tl.dot(w2, tl.trans(_rows(now + 2 * plane_stride, is_row)), products)
-            products = tl.dot(w3, tl.trans(_rows(now + 3 * plane_stride, is_row)), products)
+            first_two, last_two = _beside(w0, w1), _beside(w2, w3)
+            products = tl.dot(first_two, tl.trans(_rows(now, is_row)), products)
+            products = tl.dot(last_two, tl.trans(_rows(now + plane_stride, is_row)), products)
         else:
             even, odd = tl.inline_asm_elementwise(
                 E4M3_PLANES,

@@ -66,7 +66,7 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         *made,
         (
             "linear spread", planes.spread_rows, LINEAR,
-            {"TILE": 1024, "PLANES": 2, "ROUND": True, "FLOAT8": device.float8, **overlap}, 4,
+            {"TILE": 1024, "FP4": False, "ROUND": True, "FLOAT8": device.float8, **overlap}, 4,
         ),
         ("linear round", linear._round_rows, LINEAR, {"TILE": 1024, "FLOAT8": device.float8}, 4),
         (
