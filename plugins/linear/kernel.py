@@ -23,6 +23,7 @@ from plugins.device.weights import NVFP4, DeviceWeight, device_weight, load_weig
 from plugins.linear.kernel_codes import two_a_byte
 from plugins.linear.kernel_few import few_products, takes_few
 from plugins.linear.kernel_long import long_product, takes_long
+from plugins.linear.kernel_one import one_products, takes_one
 from plugins.linear.kernel_planes import product_planes, spread_rows
 from plugins.linear.kernel_row import row_products, takes_row
 from plugins.linear.kernel_split import split_product
@@ -231,6 +232,8 @@ def product(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: i
     """
     if takes_long(x, kept, weight, groups):
         return long_product(x, weight, groups, rounds=kept.quantized_input)
+    if takes_one(x, kept, weight, groups):
+        return one_products(x, (weight,))[0]
     if takes_few(x, kept, weight, groups):
         return few_products(x, (weight,), groups)[0]
     rows, inner, outputs = x.shape[0], weight.shape[1], weight.shape[0] // groups
@@ -326,6 +329,9 @@ def linear_pair(
     a, b = packed_weight(first), packed_weight(second)
     if a is not None and b is not None and not needs_reference(x):
         alike = (a.stored, a.shape[1], a.scale_stride) == (b.stored, b.shape[1], b.scale_stride)
+        if alike and takes_one(x, first, a) and takes_one(x, second, b):
+            one, other = one_products(x, (a, b))
+            return one, other
         if alike and takes_few(x, first, a) and takes_few(x, second, b):
             one, other = few_products(x, (a, b))
             return one, other

@@ -1,4 +1,4 @@
-"""Packed E4M3 weights times a few bfloat16 rows, on Hopper; docs/kernels/linear.md says why in this
+"""Packed weights times a few bfloat16 rows, on Hopper; docs/kernels/linear.md says why in this
 way.
 
 A program has some outputs and all of their inputs: its warps share the inputs among them, so that
@@ -23,7 +23,10 @@ from plugins.device.launch import limits, unit_stride
 from plugins.device.overlap import overlaps
 from plugins.device.overlap_gluon import let_next_begin, wait
 from plugins.device.weights import FP8_BLOCKS as _FP8_BLOCKS
-from plugins.device.weights import MXFP8, DeviceWeight
+from plugins.device.weights import NVFP4 as _NVFP4
+from plugins.device.weights import DeviceWeight
+from plugins.linear.kernel_codes import halves, two_a_byte
+from plugins.linear.kernel_few_rows import kept_rows
 from plugins.linear.weight import LinearWeight
 
 # Up to so many rows, and so many inputs.
@@ -38,60 +41,8 @@ _STEP_BYTES = 32 * 1024
 # registers.
 _SHARED_MEMORY, _RESERVED, _REGISTERS = 233_472, 1024, 65_536
 
-FP8_BLOCKS = gl.constexpr(_FP8_BLOCKS.value)
+FP8_BLOCKS, NVFP4 = gl.constexpr(_FP8_BLOCKS.value), gl.constexpr(_NVFP4.value)
 WARPS = gl.constexpr(_WARPS)
-# Two words of two bfloat16 values each, times $3, rounded to four E4M3 codes.
-_CODES = gl.constexpr("""
-{
-.reg .b32 low, high;
-.reg .b16 c0, c1;
-shl.b32 low, $1, 16;
-and.b32 high, $1, 0xFFFF0000;
-mul.rn.f32 low, low, $3;
-mul.rn.f32 high, high, $3;
-cvt.rn.satfinite.e4m3x2.f32 c0, high, low;
-shl.b32 low, $2, 16;
-and.b32 high, $2, 0xFFFF0000;
-mul.rn.f32 low, low, $3;
-mul.rn.f32 high, high, $3;
-cvt.rn.satfinite.e4m3x2.f32 c1, high, low;
-mov.b32 $0, {c0, c1};
-}
-""")
-
-
-@gluon.jit
-def _largest(a, b):
-    """The larger magnitudes of two words' halves."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 a, b; and.b32 a, $1, 0x7FFF7FFF; and.b32 b, $2, 0x7FFF7FFF; "
-        "max.u16x2 $0, a, b; }",
-        "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _round(words, ROWS: gl.constexpr, WORDS: gl.constexpr):
-    """E4M3 codes, in words of four, and float32 scales [ROWS, WORDS / 16] of rows in words."""
-    GROUPS: gl.constexpr = WORDS // 16
-    v0, v1 = gl.split(words.reshape([ROWS, GROUPS, 4, 2, 2]))
-    v0, v1 = gl.split(_largest(v0, v1))
-    most = _largest(v0, v1)
-    most = gl.maximum(most & 0xFFFF, (most >> 16) & 0xFFFF)
-    amax = gl.maximum(gl.max(most, axis=2) << 16, 0x38D1B717)
-    exponent = amax >> 23
-    byte = exponent - 8 + ((amax & 0x7FFFFF) > 0x600000).to(gl.int32)
-    byte = gl.where(exponent == 255, 255, byte)
-    inverse = ((254 - gl.minimum(byte, 253)) << 23).to(gl.float32, bitcast=True)
-    scale = gl.where(byte == 255, 0x7FC00000, byte << 23).to(gl.float32, bitcast=True)
-    inverse = gl.expand_dims(inverse, 2).broadcast_to([ROWS, GROUPS, 4])
-    w0, w1 = gl.split(words.reshape([ROWS, WORDS // 2, 2]))
-    inverse = gl.join(inverse, inverse).reshape([ROWS, WORDS // 2])
-    inverse = gl.convert_layout(inverse, w0.type.layout, assert_trivial=True)
-    codes = gl.inline_asm_elementwise(
-        _CODES, "=r,r,r,r", [w0, w1, inverse], dtype=gl.int32, is_pure=True, pack=1
-    )
-    return codes, scale
 
 
 @gluon.jit
@@ -102,9 +53,41 @@ def _scale_values(words, WHICH: gl.constexpr):
     return bits.to(gl.float32, bitcast=True)
 
 
+@gluon.jit
+def _blocks(words, SUMS: gl.constexpr):
+    """Words [S, OUT, 16] of four E2M1 codes as two float16 [S, OUT, 32], one behind the other."""
+    S: gl.constexpr = words.shape[0]
+    OUT: gl.constexpr = words.shape[1]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    value = halves(words).reshape([S, OUT, 2, 4, 2, 4]).permute([0, 1, 3, 5, 4, 2])
+    first, second = gl.split(value)
+    first = gl.convert_layout(first.reshape([S, OUT, 32]), OPERAND, assert_trivial=True)
+    second = gl.convert_layout(second.reshape([S, OUT, 32]), OPERAND, assert_trivial=True)
+    return first, second
+
+
+@gluon.jit
+def _scaled(value, words, HALF: gl.constexpr):
+    """value [S, OUT, 32] times the E4M3 scales of its sixteens, two bytes of words [S, OUT]: codes
+    times scales are exact in float16."""
+    S: gl.constexpr = value.shape[0]
+    OUT: gl.constexpr = value.shape[1]
+    TWO: gl.constexpr = value.reshape([S, OUT, 2, 16]).type.layout
+    which = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, TWO))))
+    word = gl.convert_layout(words, gl.SliceLayout(2, gl.SliceLayout(3, TWO)), assert_trivial=True)
+    byte = (word >> (16 * HALF))[:, :, None] >> (8 * which)[None, None, :]
+    scale = (byte & 0xFF).to(gl.uint8).to(gl.float8e4nv, bitcast=True).to(gl.float16)
+    scale = scale[:, :, :, None].broadcast_to([S, OUT, 2, 16]).reshape([S, OUT, 32])
+    scale = gl.convert_layout(scale, value.type.layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [value, scale], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
 @gluon.jit(do_not_specialize=["num_rows", "programs", "per_group", "N", "other_N"])
 def linear_few(
-    x, x_stride, codes, scale, y, N, other_codes, other_scale, other_y, other_N,
+    x, x_stride, codes, scale, global_scale, y, N,
+    other_codes, other_scale, other_global, other_y, other_N,
     programs, per_group, scale_stride, num_rows, K,
     STORED: gl.constexpr, ROWS: gl.constexpr, SHARES: gl.constexpr, OUTPUTS: gl.constexpr,
     STEPS: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, OVERLAP: gl.constexpr,
@@ -113,13 +96,16 @@ def linear_few(
     rows or, with ROWS 1, for one; from program `programs` on, those of another weight. A group has
     `per_group` programs. STAGES steps of the weight are on their way at a time."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SHARES, WARPS // SHARES, 1], [1, 16, 8])
-    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    FP4: gl.constexpr = two_a_byte(STORED)
+    BLOCKS: gl.constexpr = 8 if FP4 else 4  # of 32 columns, of a step
+    WIDTH: gl.constexpr = 64 if FP4 else 128  # words of 16 bits or codes, of a step
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2 if FP4 else 8)
     INPUT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
     OF_OUTPUT: gl.constexpr = gl.SliceLayout(2, SUMS)
     # Of eight rows of a weight each thread reads eight bytes; no two of them meet in a bank.
-    STAGE: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, order=[2, 1, 0])
+    STAGE: gl.constexpr = gl.SwizzledSharedLayout(WIDTH // 8, 1, 8, order=[2, 1, 0])
     COPIED: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 16], [1, 4, 8], [SHARES, WARPS // SHARES, 1], [2, 1, 0]
+        [1, 1, WIDTH // 8], [1, 4, 8], [SHARES, WARPS // SHARES, 1], [2, 1, 0]
     )
     if OVERLAP:
         let_next_begin()
@@ -132,14 +118,15 @@ def linear_few(
 
     output = first + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPIED)))
     share = gl.arange(0, SHARES, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPIED)))
-    byte = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPIED)))
-    at = codes.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
-    at = at + (output.to(gl.int64) * K)[None, :, None]
-    at = at + (share * 128)[:, None, None] + byte[None, None, :]
+    word = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPIED)))
+    WORD: gl.constexpr = gl.int16 if FP4 else gl.float8e4nv
+    at = codes.to(gl.pointer_type(WORD), bitcast=True)
+    at = at + (output.to(gl.int64) * (K // 4 if FP4 else K))[None, :, None]
+    at = at + (share * WIDTH)[:, None, None] + word[None, None, :]
     is_output = (output < N)[None, :, None]
-    words = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, SHARES, OUTPUTS, 128], STAGE)
+    words = gl.allocate_shared_memory(WORD, [STAGES, SHARES, OUTPUTS, WIDTH], STAGE)
     for i in gl.static_range(STAGES):
-        _copy(words.index(i), at + i * 128 * SHARES, is_output, EVEN)
+        _copy(words.index(i), at + i * WIDTH * SHARES, is_output, EVEN)
     # Scales: a word of four for every share, and for every output or, in blocks, sixteen of them.
     none = gl.zeros([SHARES, OUTPUTS], gl.int32, layout=OF_OUTPUT)
     TALL: gl.constexpr = none.reshape([SHARES, OUTPUTS // 16, 16]).type.layout
@@ -153,19 +140,23 @@ def linear_few(
         scale_row = first + scale_row
         scale_rows = N
     scale_share = gl.arange(0, SHARES, layout=gl.SliceLayout(1, OF_SCALE))
-    scale_at = scale.to(gl.pointer_type(gl.int32), bitcast=True) + scale_share[:, None]
+    SCALE_WORDS: gl.constexpr = (4 if STORED == NVFP4 else 2) if FP4 else 1  # of a step
+    scale_at = scale.to(gl.pointer_type(gl.int32), bitcast=True)
+    scale_at = scale_at + (scale_share * SCALE_WORDS)[:, None]
     scale_at = scale_at + (scale_row * (scale_stride // 4))[None, :]
     scales = ()
     for i in gl.static_range(STEPS):
-        if EVEN:
-            scales += (gl.load(scale_at + i * SHARES),)
-        else:
-            there = (scale_row < scale_rows)[None, :]
-            scales += (gl.load(scale_at + i * SHARES, mask=there, other=0),)
+        for j in gl.static_range(SCALE_WORDS):
+            if EVEN:
+                scales += (gl.load(scale_at + (i * SHARES * SCALE_WORDS + j)),)
+            else:
+                there = (scale_row < scale_rows)[None, :]
+                at_word = scale_at + (i * SHARES * SCALE_WORDS + j)
+                scales += (gl.load(at_word, mask=there, other=0),)
     if OVERLAP:
         wait()
-    values, value_scales = _kept_rows(
-        x, x_stride, program // per_group * (K // 2), num_rows, ROWS, SHARES, STEPS
+    values, value_scales = kept_rows(
+        x, x_stride, program // per_group * (K // 2), num_rows, ROWS, SHARES, STEPS, FP4
     )
 
     zeros = gl.zeros([SHARES, OUTPUTS, 8], gl.float32, layout=SUMS)
@@ -173,65 +164,41 @@ def linear_few(
     for i in gl.static_range(STEPS):
         async_copy.wait_group(min(STEPS, STAGES + i) - i - 1)
         stage = words.index(i % STAGES)
-        for j in gl.static_range(4):
-            value = values.index(4 * i + j).permute([0, 2, 1]).load(INPUT).to(gl.float16)
-            of_row = value_scales.index(4 * i + j).load(gl.SliceLayout(1, SUMS))
+        for j in gl.static_range(BLOCKS):
+            value = values.index(BLOCKS * i + j).permute([0, 2, 1]).load(INPUT).to(gl.float16)
+            of_row = value_scales.index(BLOCKS * i + j).load(gl.SliceLayout(1, SUMS))
             if ROWS == 1:
                 value = value.broadcast_to([SHARES, 32, 8])
                 of_row = of_row.broadcast_to([SHARES, 8])
-            of_output = _scale_values(scales[i], j)
-            if STORED == FP8_BLOCKS:
-                of_output = gl.expand_dims(of_output, 2)
-                of_output = of_output.broadcast_to([SHARES, OUTPUTS // 16, 16])
-                of_output = of_output.reshape([SHARES, OUTPUTS])
-                of_output = gl.convert_layout(of_output, OF_OUTPUT, assert_trivial=True)
-            word = stage.slice(32 * j, 32, dim=2).load(WEIGHT)
-            products = mma_v2(word.to(gl.float16), value, zeros)
-            sums += products * (of_output[:, :, None] * of_row[:, None, :])
+            if FP4:
+                if j % 2 == 0:
+                    word, after = _blocks(stage.slice(8 * j, 16, dim=2).load(WEIGHT), SUMS)
+                else:
+                    word = after
+            else:
+                word = stage.slice(32 * j, 32, dim=2).load(WEIGHT).to(gl.float16)
+            if STORED == NVFP4:
+                word = _scaled(word, scales[4 * i + j // 2], j % 2)
+                sums += mma_v2(word, value, zeros) * of_row[:, None, :]
+            else:
+                of_output = _scale_values(scales[(BLOCKS * i + j) // 4], j % 4)
+                if STORED == FP8_BLOCKS:
+                    of_output = gl.expand_dims(of_output, 2)
+                    of_output = of_output.broadcast_to([SHARES, OUTPUTS // 16, 16])
+                    of_output = of_output.reshape([SHARES, OUTPUTS])
+                    of_output = gl.convert_layout(of_output, OF_OUTPUT, assert_trivial=True)
+                products = mma_v2(word, value, zeros)
+                sums += products * (of_output[:, :, None] * of_row[:, None, :])
         if i + STAGES < STEPS:
-            _copy(stage, at + (i + STAGES) * 128 * SHARES, is_output, EVEN)
+            _copy(stage, at + (i + STAGES) * WIDTH * SHARES, is_output, EVEN)
     total = gl.sum(sums, axis=0)
+    if STORED == NVFP4:
+        total = total * gl.load(gl.where(is_other, other_global, global_scale))
     place = first + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))
     y_row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))
     y_at = y + y_row.to(gl.int64)[None, :] * N + place[:, None]
     there = (y_row < num_rows)[None, :] & (place < N)[:, None]
     gl.store(y_at, total.to(y.dtype.element_ty), mask=there)
-
-
-@gluon.jit
-def _kept_rows(
-    x, x_stride, first, num_rows, ROWS: gl.constexpr, SHARES: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
-    """The rows from word `first` on, rounded, in shared memory: codes [4 · STEPS, SHARES, ROWS, 32]
-    and the scales of 32 of them."""
-    WORDS: gl.constexpr = 64 * SHARES  # of a step
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    LOADED: gl.constexpr = gl.BlockedLayout(
-        [1, 4], [1, 32], [1, WARPS] if ROWS == 1 else [WARPS, 1], [1, 0]
-    )
-    kept = gl.allocate_shared_memory(gl.int32, [STEPS, 4 * SHARES, ROWS, 8], PLAIN)
-    kept_scales = gl.allocate_shared_memory(gl.float32, [STEPS, 4 * SHARES, ROWS], LINE)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOADED))
-    column = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LOADED))
-    x_at = x.to(gl.pointer_type(gl.int32), bitcast=True) + first
-    x_at = x_at + row.to(gl.int64)[:, None] * (x_stride // 2) + column[None, :]
-    is_row = (row < num_rows)[:, None]
-    READ: gl.constexpr = 8 if ROWS == 1 else 2  # steps whose rows are on their way at a time
-    read = ()
-    for i in gl.static_range(min(STEPS, READ)):
-        read += (gl.load(x_at + i * WORDS, mask=is_row, other=0),)
-    for i in gl.static_range(STEPS):
-        if i + READ < STEPS:
-            read += (gl.load(x_at + (i + READ) * WORDS, mask=is_row, other=0),)
-        rounded, of_group = _round(read[i], ROWS, WORDS)
-        rounded = rounded.reshape([ROWS, SHARES, 4, 8]).permute([2, 1, 0, 3])
-        kept.index(i).store(rounded.reshape([4 * SHARES, ROWS, 8]))
-        of_group = of_group.reshape([ROWS, SHARES, 4]).permute([2, 1, 0])
-        kept_scales.index(i).store(of_group.reshape([4 * SHARES, ROWS]))
-    values = kept._reinterpret(gl.float8e4nv, [4 * STEPS, SHARES, ROWS, 32], PLAIN)
-    value_scales = kept_scales._reinterpret(gl.float32, [4 * STEPS, SHARES, ROWS], LINE)
-    return values, value_scales
 
 
 @gluon.jit
@@ -255,13 +222,14 @@ class FewTiles(NamedTuple):
     registers: int
 
 
-def few_tiles(rows: int, outputs: int, inner: int, multiprocessors: int) -> FewTiles:
+def few_tiles(
+    rows: int, outputs: int, inner: int, multiprocessors: int, *, stored: int
+) -> FewTiles:
     """For `inner` inputs, a multiple of 256. A row's bits depend on the shares, so that these do
     not depend on the number of rows."""
-    shares = 2
-    if inner >= _LONG:
-        shares = next(x for x in (8, 4, 2) if inner % (128 * x) == 0)
-    steps = inner // (128 * shares)
+    line = 256 if two_a_byte(stored) else 128  # inputs of a share's step
+    shares = next(x for x in (8, 4, 2, 1) if (x <= 2 or inner >= _LONG) and inner % (line * x) == 0)
+    steps = inner // (line * shares)
     sizes = (x for x in (128, 64, 32) if x * 128 * shares <= _STEP_BYTES)
     tile = next((x for x in sizes if outputs >= x * 3 * multiprocessors // 2), 16)
     tile = max(tile, 16 * _WARPS // shares)
@@ -282,7 +250,7 @@ def takes_few(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups:
         return False
     if inner % 256 or inner > MOST_INPUTS or x.dtype != torch.bfloat16:
         return False
-    tile = few_tiles(rows, outputs, inner, device.multiprocessors)
+    tile = few_tiles(rows, outputs, inner, device.multiprocessors, stored=weight.stored)
     if rows > 1 and inner >= _LONG and outputs > tile.outputs * device.multiprocessors:
         return False
     if groups > 1 and outputs // groups % tile.outputs:
@@ -290,7 +258,7 @@ def takes_few(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups:
     rounds = kept.quantized_input and kept.input_scale is None
     # Rows are read in words of two.
     aligned = x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
-    return rounds and aligned and weight.stored in (_FP8_BLOCKS.value, MXFP8.value)
+    return rounds and aligned
 
 
 def few_products(
@@ -303,13 +271,13 @@ def few_products(
     outputs, inner = first.shape
     ys = tuple(x.new_empty((x.shape[0], one.shape[0])) for one in weights)
     device = limits(x.device)
-    tile = few_tiles(x.shape[0], outputs, inner, device.multiprocessors)
+    tile = few_tiles(x.shape[0], outputs, inner, device.multiprocessors, stored=first.stored)
     programs = [triton.cdiv(one.shape[0], tile.outputs) for one in weights]
     even = all(one.shape[0] % tile.outputs == 0 for one in weights)
     overlap = overlaps(x.device)
     linear_few[(sum(programs),)](
-        x, x.stride(0), first.codes, first.scale, ys[0], outputs,
-        other.codes, other.scale, ys[-1], other.shape[0], programs[0],
+        x, x.stride(0), first.codes, first.scale, first.global_scale, ys[0], outputs,
+        other.codes, other.scale, other.global_scale, ys[-1], other.shape[0], programs[0],
         programs[0] // groups if groups > 1 else sum(programs),
         first.scale_stride, x.shape[0], inner,
         first.stored, 1 if x.shape[0] == 1 else FEW_ROWS, tile.shares, tile.outputs, tile.steps,

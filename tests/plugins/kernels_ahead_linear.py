@@ -11,6 +11,7 @@ from plugins.device.launch import Limits
 from plugins.linear import kernel as linear
 from plugins.linear import kernel_few as few
 from plugins.linear import kernel_long as long
+from plugins.linear import kernel_one as one
 from plugins.linear import kernel_planes as planes
 from plugins.linear import kernel_row as row
 from plugins.linear import kernel_split as split
@@ -23,7 +24,7 @@ LINEAR = {
     "chunk": STRIDE, "rounded": "*bf16", "values": "*bf16", "parts": "*fp32", "numel": "i32",
     "planes": "*bf16", "plane_stride": STRIDE, "groups": "i32", "x_stride": STRIDE,
     "other_codes": "*u8", "other_scale": "*u8", "other_y": "*bf16", "other_N": STRIDE,
-    "programs": "i32", "per_group": "i32",
+    "other_global": "*fp32", "programs": "i32", "per_group": "i32",
 }  # fmt: skip
 
 
@@ -42,13 +43,28 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
         )
     for name, rows, stored, outputs, inner in (
         ("one row", 1, 0, 5120, 8192), ("few rows", 8, 1, 32_768, 1280),
+        ("few rows FP4", 8, 2, 32_768, 1280), ("few rows NVFP4", 8, 3, 1280, 5120),
     ):  # fmt: skip
-        tile = few.few_tiles(rows, outputs, inner, 132)
+        tile = few.few_tiles(rows, outputs, inner, 132, stored=stored)
         constants = {
             "STORED": stored, "ROWS": rows, "SHARES": tile.shares, "OUTPUTS": tile.outputs,
             "STEPS": tile.steps, "STAGES": tile.stages, "EVEN": rows == 1, **overlap,
         }  # fmt: skip
         made.append((f"linear {name}", few.linear_few, LINEAR, constants, 8))
+    for name, stored, inner in (("FP4", 2, 1280), ("NVFP4", 3, 8192)):
+        tile = one.one_tiles(inner)
+        constants = {
+            "K": inner, "STORED": stored, "SHARES": tile.shares, "OUTPUTS": tile.outputs,
+            "EVEN": stored == 2,
+        }  # fmt: skip
+        made.append((f"linear one row {name}", one.linear_one, LINEAR, constants, tile.warps))
+    for name, _, inner, rounds in (
+        ("", 0, long.ROUNDED, True), (" of a group", 0, long.AS_IT_IS, False),
+    ):  # fmt: skip
+        constants = {
+            "K": inner, "OUTPUTS": long.OUTPUTS, "BYTES": long.BYTES, "ROUND": rounds,
+        }  # fmt: skip
+        made.append((f"linear long row{name}", long.linear_long, LINEAR, constants, long.WARPS))
     for name, kind, constants in (
         ("values", "*bf16", {"STORED": 0, "WORDS": True, "EVEN": True, **DOT}),
         ("float32", "*fp32", {"STORED": 1, "WORDS": False, "EVEN": False, "DOT": tl.float32,
@@ -73,16 +89,6 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             "linear decode", linear._decode, LINEAR,
             {"STORED": 0, "WORDS": True, "EVEN": True, "ROWS": 32, "COLUMNS": 256,
              "FLOAT8": device.float8}, 4,
-        ),
-        (
-            "linear long row", long.linear_long, LINEAR,
-            {"K": long.ROUNDED, "OUTPUTS": long.OUTPUTS, "BYTES": long.BYTES, "ROUND": True},
-            long.WARPS,
-        ),
-        (
-            "linear long row of a group", long.linear_long, LINEAR,
-            {"K": long.AS_IT_IS, "OUTPUTS": long.OUTPUTS, "BYTES": long.BYTES, "ROUND": False},
-            long.WARPS,
         ),
         (
             "linear row of values", row.linear_row,

@@ -21,6 +21,7 @@ from plugins.wo_a.cases import WoACase
 
 kernel = load_kernel("linear")
 kernel_planes = importlib.import_module("plugins.linear.kernel_planes")
+kernel_codes = importlib.import_module("plugins.linear.kernel_codes")
 wo_a = load_kernel("wo_a").wo_a
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -177,7 +178,13 @@ def followed(assembly: str, registers: dict[str, torch.Tensor]) -> None:
             result |= (value.view(torch.int16).long() & 0xFFFF) << half
         return result
 
+    def halves(a: torch.Tensor) -> torch.Tensor:
+        codes = torch.stack([a & 0xFF, a >> 8]).to(torch.uint8).view(torch.float8_e4m3fn)
+        low, high = codes.to(torch.float16).view(torch.int16).long() & 0xFFFF
+        return low | high << 16
+
     operations = {
+        "cvt": halves,
         "mov": lambda a: a,
         "shl": lambda a, n: a << n & 0xFFFFFFFF,
         "shr": lambda a, n: a >> n,
@@ -188,6 +195,10 @@ def followed(assembly: str, registers: dict[str, torch.Tensor]) -> None:
     like = registers["word"]
     for name, text in re.findall(r"(\w+)\.[\w.]+ ([^;]*);", assembly):
         if name == "reg":
+            continue
+        if text.startswith("{"):
+            low, high, both = text.replace("{", "").replace("}", "").split(", ")
+            registers[low], registers[high] = registers[both] & 0xFFFF, registers[both] >> 16
             continue
         target, *operands = text.split(", ")
         values = [
@@ -221,6 +232,20 @@ def test_the_inline_assembly_takes_words_apart(planes: int) -> None:
                 assert torch.equal(ours, expected)
 
 
+def test_the_inline_assembly_of_halves_takes_eight_codes_apart() -> None:
+    """The even ones, then the odd ones, as 2^−6 of their values."""
+    word = torch.arange(65_536)
+    other = word * 40_503 % 65_536
+    codes = torch.stack([w >> 4 * i & 15 for w in (word, other) for i in range(4)], dim=1)
+    value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * (1 - 2 * (codes >> 3))
+    registers = {"$4": word | other << 16, "word": word}
+    followed(kernel_codes.E2M1_HALVES.value, registers)
+    for place, code in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        bits = registers[f"${place // 2}"] >> 16 * (place % 2)
+        ours = bits.to(torch.int16).view(torch.float16)
+        assert torch.equal(ours, (value[:, code] / kernel_codes.E2M1_UNIT.value).half())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [([5], [7, 0, 5]), ([15, 0, 5, 8, 4, 1, 12, 2, 3],)], ids=len)
 def test_a_row_depends_on_itself_only(rows: tuple[list[int], ...], dtype: torch.dtype) -> None:
@@ -239,32 +264,40 @@ def test_a_row_depends_on_itself_only(rows: tuple[list[int], ...], dtype: torch.
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 11])
-def test_a_pair_gives_the_bits_of_either_layer(count: int) -> None:
+@pytest.mark.parametrize(
+    "stored",
+    [
+        (PackedFormat.FP8_BLOCKS, PackedFormat.FP8_BLOCKS),
+        (PackedFormat.FP8_BLOCKS, PackedFormat.FP4_ROWS),
+        (PackedFormat.FP4_ROWS, PackedFormat.FP4_ROWS),
+        (PackedFormat.NVFP4, PackedFormat.NVFP4),
+    ],
+    ids=lambda stored: "-".join(one.value for one in stored),
+)
+def test_a_pair_gives_the_bits_of_either_layer(
+    stored: tuple[PackedFormat, PackedFormat], count: int
+) -> None:
     """Also where the formats differ, so that no launch takes both."""
-    cases = [
-        moved(PackedCase("", count, 1024, outputs, stored).operands(torch.bfloat16))
-        for outputs, stored in (
-            (48, PackedFormat.FP8_BLOCKS),
-            (70, PackedFormat.FP8_BLOCKS),
-            (40, PackedFormat.FP4_ROWS),
-        )
-    ]
-    x, first = cases[0]["x"], cases[0]["weight"]
-    for other in cases[1:]:
-        ours = kernel.linear_pair(x, first, other["weight"])
-        assert torch.equal(ours[0], kernel.linear(x, first))
-        assert torch.equal(ours[1], kernel.linear(x, other["weight"]))
+    first, second = (
+        moved(PackedCase("", count, 1024, outputs, one).operands(torch.bfloat16))
+        for outputs, one in zip((48, 70), stored, strict=True)
+    )
+    x = first["x"]
+    ours = kernel.linear_pair(x, first["weight"], second["weight"])
+    assert torch.equal(ours[0], kernel.linear(x, first["weight"]))
+    assert torch.equal(ours[1], kernel.linear(x, second["weight"]))
 
 
+@pytest.mark.parametrize("stored", [PackedFormat.FP8_BLOCKS, PackedFormat.FP4_ROWS])
 @pytest.mark.parametrize("count", [1, 8, 16])
-def test_a_diagonal_weight_gives_the_rounded_rows(count: int) -> None:
+def test_a_diagonal_weight_gives_the_rounded_rows(count: int, stored: PackedFormat) -> None:
     draw = torch.Generator().manual_seed(6)
     rows = torch.randn(count, 256, generator=draw)
     rows *= 10.0 ** torch.linspace(-30, 25, count)[:, None]
     rows[0, :32] = torch.linspace(-0.02, 0.02, 32)  # ties and subnormals of E4M3
     rows[-1, 64:] = torch.arange(192) - 96.0
     rows = rows.to(torch.bfloat16)
-    weight = moved_weight(packed_weight(torch.eye(256), PackedFormat.FP8_BLOCKS, torch.bfloat16))
+    weight = moved_weight(packed_weight(torch.eye(256), stored, torch.bfloat16))
     ours = kernel.linear(rows.to(DEVICE), weight).cpu()
     assert torch.equal(ours, mxfp8.ACTIVATION.round(rows))
 

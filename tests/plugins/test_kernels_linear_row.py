@@ -1,4 +1,5 @@
-"""One row times weights kept as values, and a long one times codes, against products in float64."""
+"""One row times weights kept as values, or as codes by kernels of its own, against products in
+float64."""
 
 from __future__ import annotations
 
@@ -86,19 +87,32 @@ def test_wide_layers_of_float32() -> None:
     assert relative(ours, x.double() @ weight.value.double().T) < 1e-5
 
 
-def test_a_long_row() -> None:
-    """On compute capability 9.0 by kernel_long.py, which no other device runs."""
-    on_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    outputs, inner = 5120 if on_hopper else 64, 8192
-    draw = torch.Generator().manual_seed(inner)
-    values = torch.randn(outputs, inner, generator=draw)
-    values *= 2.0 ** -torch.randint(9, (outputs, 1), generator=draw)
-    kept = packed_weight(values, PackedFormat.FP8_BLOCKS, torch.bfloat16)
-    weight = moved_weight(kept)
+ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+
+
+def distant_row(inner: int, draw: torch.Generator) -> torch.Tensor:
+    """[1, inner] in bfloat16, of values that lie up to 10^5 apart."""
     x = torch.randn(1, inner, generator=draw)
-    x = (x * 10.0 ** torch.randint(-3, 3, x.shape, generator=draw)).to(torch.bfloat16)
-    stored = kernel.packed_weight(weight)
-    assert kernel.takes_long(x.to(DEVICE), weight, stored, 1) == on_hopper
+    return (x * 10.0 ** torch.randint(-3, 3, x.shape, generator=draw)).to(torch.bfloat16)
+
+
+def distant_rows(outputs: int, inner: int, draw: torch.Generator) -> torch.Tensor:
+    """[outputs, inner] in float32: rows, and groups of sixteen in them, of different size."""
+    values = torch.randn(outputs, inner // 16, 16, generator=draw)
+    values *= 2.0 ** -torch.randint(9, (outputs, 1, 1), generator=draw)
+    values *= 2.0 ** -torch.randint(4, (outputs, inner // 16, 1), generator=draw)
+    return values.flatten(1)
+
+
+@pytest.mark.parametrize("stored", [PackedFormat.FP8_BLOCKS])
+def test_a_long_row(stored: PackedFormat) -> None:
+    """On compute capability 9.0 by kernel_long.py, which no other device runs."""
+    outputs, inner = 5120 if ON_HOPPER else 64, 8192
+    draw = torch.Generator().manual_seed(inner)
+    kept = packed_weight(distant_rows(outputs, inner, draw), stored, torch.bfloat16)
+    weight = moved_weight(kept)
+    x = distant_row(inner, draw)
+    assert kernel.takes_long(x.to(DEVICE), weight, kernel.packed_weight(weight), 1) == ON_HOPPER
     ours = kernel.linear(x.to(DEVICE), weight)
     expected = mxfp8.ACTIVATION.round(x.double()) @ kept.value.double().T
     assert ours.dtype == torch.bfloat16
@@ -107,10 +121,36 @@ def test_a_long_row() -> None:
     assert kernel.linear(x.to(DEVICE), weight).isnan().all()
 
 
+@pytest.mark.parametrize("stored", [PackedFormat.FP4_ROWS, PackedFormat.NVFP4])
+@pytest.mark.parametrize(("outputs", "inner"), [(128, 1280), (70, 1280), (40, 2304), (48, 8192)])
+def test_one_row_of_two_codes_a_byte(stored: PackedFormat, outputs: int, inner: int) -> None:
+    """On compute capability 9.0 by kernel_one.py, also where programs are not full; a pair, whose
+    global scales differ; numbers that are none, of the row and of a scale."""
+    draw = torch.Generator().manual_seed(outputs + inner)
+    values = distant_rows(outputs, inner, draw)
+    # float32, so that values are exact which bfloat16 rounds.
+    kept = packed_weight(values, stored, torch.float32)
+    weight = moved_weight(kept)
+    x = distant_row(inner, draw)
+    assert kernel.takes_one(x.to(DEVICE), weight, kernel.packed_weight(weight)) == ON_HOPPER
+    ours = kernel.linear(x.to(DEVICE), weight)
+    expected = mxfp8.ACTIVATION.round(x.double()) @ kept.value.double().T
+    assert ours.dtype == torch.bfloat16
+    assert relative(ours.cpu(), expected) < TOLERANCE[torch.bfloat16]
+    other = moved_weight(packed_weight(8 * values[:17], stored, torch.float32))
+    pair = kernel.linear_pair(x.to(DEVICE), weight, other)
+    assert torch.equal(pair[0], ours)
+    assert torch.equal(pair[1], kernel.linear(x.to(DEVICE), other))
+    weight.packed.scale.view(torch.uint8)[3, 1] = 255 if stored is PackedFormat.FP4_ROWS else 127
+    third = torch.arange(outputs, device=DEVICE) == 3
+    assert torch.equal(kernel.linear(x.to(DEVICE), weight)[0].isnan(), third)
+    x[0, inner - 1] = torch.nan
+    assert kernel.linear(x.to(DEVICE), weight).isnan().all()
+
+
 def test_a_long_row_of_groups() -> None:
     """Not rounded, as wo_a's; on compute capability 9.0 by kernel_long.py."""
-    on_hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    groups, rank, inner = (8, 1024, 4096) if on_hopper else (3, 32, 4096)
+    groups, rank, inner = (8, 1024, 4096) if ON_HOPPER else (3, 32, 4096)
     draw = torch.Generator().manual_seed(groups)
     values = torch.randn(groups * rank, inner, generator=draw)
     values *= 2.0 ** -torch.randint(9, (len(values), 1), generator=draw)
@@ -120,7 +160,7 @@ def test_a_long_row_of_groups() -> None:
     o = torch.randn(1, groups * inner // 512, 512, generator=draw)
     o = (o * 10.0 ** torch.randint(-3, 3, o.shape, generator=draw)).to(torch.bfloat16)
     stored = kernel.packed_weight(weight)
-    assert kernel.takes_long(o.to(DEVICE).flatten(1), weight, stored, groups) == on_hopper
+    assert kernel.takes_long(o.to(DEVICE).flatten(1), weight, stored, groups) == ON_HOPPER
     ours = wo_a(o.to(DEVICE), weight, groups)
     x, of_groups = o.double().view(groups, inner, 1), kept.value.double().view(groups, rank, inner)
     expected = (of_groups @ x).view(1, -1)
