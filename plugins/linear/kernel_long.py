@@ -1,4 +1,4 @@
-"""E4M3 weights in blocks times one long bfloat16 row, on Hopper, in Gluon; docs/kernels/linear.md
+"""E4M3 weights times one long bfloat16 row, on Hopper, in Gluon; docs/kernels/linear.md
 says why in this way.
 
 A program has a few outputs and all of their inputs, whose codes are on their way to registers
@@ -16,13 +16,16 @@ from triton.experimental.gluon import language as gl
 
 from plugins.device.launch import limits, unit_stride
 from plugins.device.overlap_gluon import let_next_begin, wait
-from plugins.device.weights import FP8_BLOCKS, DeviceWeight
+from plugins.device.weights import FP8_BLOCKS as _FP8_BLOCKS
+from plugins.device.weights import MXFP8, DeviceWeight
 from plugins.linear.weight import LinearWeight
 
 # Inputs of a row that is rounded, wo_b's, and of one of a group's that is not, wo_a's.
 ROUNDED, AS_IT_IS = 8192, 4096
 # Of a program: outputs, all of one block, and warps; bytes that a thread reads at a time.
 OUTPUTS, WARPS, BYTES = 4, 4, 16
+
+FP8_BLOCKS = gl.constexpr(_FP8_BLOCKS.value)
 
 
 @gluon.jit
@@ -47,7 +50,7 @@ def _rounded(value):
 
 @gluon.jit(do_not_specialize=["per_group"])
 def linear_long(
-    x, codes, scale, y, per_group,
+    x, codes, scale, y, per_group, STORED: gl.constexpr,
     K: gl.constexpr, OUTPUTS: gl.constexpr, BYTES: gl.constexpr, ROUND: gl.constexpr,
 ):  # fmt: skip
     """OUTPUTS of one row from the K inputs of their group, which has per_group programs. ROUND: the
@@ -65,7 +68,11 @@ def linear_long(
     column = 32 * block[None, :, None] + byte[None, None, :]
     at = codes.to(gl.pointer_type(gl.float8e4nv), bitcast=True)
     at = at + (output.to(gl.int64) * K)[:, None, None] + column
-    scale_at = scale + first // 32 * (K // 32) + block
+    scale_at = scale + block[None, :]
+    if STORED == FP8_BLOCKS:
+        scale_at += first // 32 * (K // 32)
+    else:
+        scale_at += (output * (K // 32))[:, None]
     kept, scales = (), ()
     for i in gl.static_range(STEPS):
         kept += (gl.load(at + i * 32 * BLOCKS),)
@@ -73,16 +80,32 @@ def linear_long(
     wait()
     x_at = x + gl.program_id(0) // per_group * K + column
     total = gl.zeros([OUTPUTS, BLOCKS, 32], gl.float32, TILE)
+    if STORED != FP8_BLOCKS:
+        total = _of_threads(total, BYTES)
     for i in gl.static_range(STEPS):
         value = gl.load(x_at + i * 32 * BLOCKS).to(gl.float32)
-        # All outputs are of one block of the weight, so that its scales can join the row.
-        factor = _power(scales[i].to(gl.int32))[None, :]
+        factor = _power(scales[i].to(gl.int32))
         if ROUND:
             value, of_row = _rounded(value)
             factor = factor * of_row
-        total += kept[i].to(gl.float32) * (value * factor[:, :, None])
+        if STORED == FP8_BLOCKS:
+            # All outputs are of one block of the weight, so that its scales can join the row.
+            total += kept[i].to(gl.float32) * (value * factor[:, :, None])
+        else:
+            part = _of_threads(kept[i].to(gl.float32) * value, BYTES)
+            factor = gl.convert_layout(factor, gl.SliceLayout(2, part.type.layout))
+            total += part * factor[:, :, None]
     sums = gl.sum(gl.sum(total, axis=2), axis=1)
+    sums = gl.convert_layout(sums, output.type.layout)
     gl.store(y + output, sums.to(y.dtype.element_ty))
+
+
+@gluon.jit
+def _of_threads(products, BYTES: gl.constexpr):
+    """What each thread's columns of products [N, B, 32] add up to, [N, B, 32 / BYTES]."""
+    N: gl.constexpr = products.shape[0]
+    B: gl.constexpr = products.shape[1]
+    return gl.sum(products.reshape([N, B, 32 // BYTES, BYTES]), axis=3)
 
 
 def takes_long(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups: int) -> bool:
@@ -91,7 +114,7 @@ def takes_long(x: torch.Tensor, kept: LinearWeight, weight: DeviceWeight, groups
     outputs, inner = weight.shape
     whole = inner == (ROUNDED if kept.quantized_input else AS_IT_IS)
     whole = whole and outputs // groups % OUTPUTS == 0 and kept.input_scale is None
-    ours = weight.stored == FP8_BLOCKS.value and whole
+    ours = weight.stored in (_FP8_BLOCKS.value, MXFP8.value) and whole
     one = x.shape[0] == 1 and x.dtype == torch.bfloat16
     return ours and one and limits(x.device).warp_groups
 
@@ -104,7 +127,8 @@ def long_product(
     y = x.new_empty((1, outputs))
     programs = outputs // OUTPUTS
     linear_long[(programs,)](
-        x, weight.codes, weight.scale, y, programs // groups, inner, OUTPUTS, BYTES, rounds,
+        x, weight.codes, weight.scale, y, programs // groups, weight.stored,
+        inner, OUTPUTS, BYTES, rounds,
         num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -58,11 +58,13 @@ def kernels(device: Limits) -> list[tuple[Any, ...]]:
             "EVEN": stored == 2,
         }  # fmt: skip
         made.append((f"linear one row {name}", one.linear_one, LINEAR, constants, tile.warps))
-    for name, _, inner, rounds in (
-        ("", 0, long.ROUNDED, True), (" of a group", 0, long.AS_IT_IS, False),
+    for name, stored, inner, rounds in (
+        ("", 0, long.ROUNDED, True), (" MXFP8", 1, long.ROUNDED, True),
+        (" of a group", 0, long.AS_IT_IS, False),
     ):  # fmt: skip
         constants = {
-            "K": inner, "OUTPUTS": long.OUTPUTS, "BYTES": long.BYTES, "ROUND": rounds,
+            "STORED": stored, "K": inner, "OUTPUTS": long.OUTPUTS, "BYTES": long.BYTES,
+            "ROUND": rounds,
         }  # fmt: skip
         made.append((f"linear long row{name}", long.linear_long, LINEAR, constants, long.WARPS))
     for name, kind, constants in (

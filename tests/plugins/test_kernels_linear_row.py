@@ -104,7 +104,7 @@ def distant_rows(outputs: int, inner: int, draw: torch.Generator) -> torch.Tenso
     return values.flatten(1)
 
 
-@pytest.mark.parametrize("stored", [PackedFormat.FP8_BLOCKS])
+@pytest.mark.parametrize("stored", [PackedFormat.FP8_BLOCKS, PackedFormat.MXFP8])
 def test_a_long_row(stored: PackedFormat) -> None:
     """On compute capability 9.0 by kernel_long.py, which no other device runs."""
     outputs, inner = 5120 if ON_HOPPER else 64, 8192
