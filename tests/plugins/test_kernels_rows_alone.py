@@ -110,17 +110,18 @@ def few_bits(x: torch.Tensor) -> torch.Tensor:
     return x if ON_GPU else (2 * x).round().clamp(-8, 8) / 2
 
 
-def classes_of(stored: PackedFormat, dtype: torch.dtype, *, long: bool) -> list[tuple[int, int]]:
-    """The fewest and most rows of each, as docs/kernels/linear.md says."""
+Class = tuple[int, int]
+
+
+def classes_of(dtype: torch.dtype, few: Class) -> list[Class]:
+    """The fewest and most rows of each, as docs/kernels/linear.md says; `few`: bfloat16's first."""
     if dtype == torch.float32:
         return [(1, 16), (17, 32), (33, 64), (65, 511)]
-    if stored in (PackedFormat.FP4_ROWS, PackedFormat.NVFP4):
-        return [(1, 16), (17, 64), (65, 511)]
-    return [(2, 16) if long else (1, 8), (9, 16), (17, 64), (65, 511)]
+    return [few, (9, 16), (17, 64), (65, 511)]
 
 
-def in_classes(run: Run, stored: PackedFormat, dtype: torch.dtype, *, long: bool) -> None:
-    for fewest, most in classes_of(stored, dtype, long=long) if ON_GPU else [(17, 18)]:
+def in_classes(run: Run, dtype: torch.dtype, few: Class) -> None:
+    for fewest, most in classes_of(dtype, few) if ON_GPU else [(17, 18)]:
         each_alone(run, most, (fewest, (fewest + most) // 2))
 
 
@@ -137,7 +138,9 @@ def test_rows_of_a_linear_layer(stored: PackedFormat, dtype: torch.dtype, long: 
     operands = PackedCase("", 511, *sizes, stored, spread=2).operands(dtype)
     given = moved(operands | {"x": few_bits(operands["x"])})
     run = load_kernel("linear").linear
-    in_classes(lambda rows: (run(given["x"][rows], given["weight"]),), stored, dtype, long=long)
+    few = (2, 8) if stored in (PackedFormat.FP4_ROWS, PackedFormat.NVFP4) else (1, 8)
+    few = (2, 16) if long else few
+    in_classes(lambda rows: (run(given["x"][rows], given["weight"]),), dtype, few)
 
 
 @products
@@ -148,7 +151,6 @@ def test_rows_of_the_grouped_output(stored: PackedFormat, dtype: torch.dtype, lo
     run = load_kernel("wo_a").wo_a
     in_classes(
         lambda rows: (run(given["o"][rows], given["weight"], given["groups"]),),
-        stored,
         dtype,
-        long=long,
+        (2, 16) if long else (1, 8),
     )
