@@ -39,8 +39,10 @@ def written(text: str, rows: Sequence[Row]) -> str:
 
 def _markdown(name: str, rows: Sequence[Row]) -> str:
     head, cells = TABLES[name]
+    launches = {row["case"]: row for row in rows if row.get("row") == "launches"}
     of_kind = [row for row in rows if row.get("row") == name and "failed" not in row]
-    lines = [cells(row) for row in of_kind if "skipped" not in row]
+    complete = (launches.get(row.get("case", ""), {}) | dict(row) for row in of_kind)
+    lines = [cells(row) for row in complete if "skipped" not in row]
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *lines))
 

@@ -92,8 +92,8 @@ def replay_rows(network: Network, device: str) -> Iterator[Row]:
 
 
 def decode_rows(network: Network, device: str) -> Iterator[Row]:
-    """All are timed before the first is profiled: see steps.launches."""
-    timed: list[Row] = []
+    """All are timed before the first is profiled: see steps.launches. A step's launches are a row
+    of their own, so that a run that is cut off keeps the times."""
     for cases, limits, pools in _decode_sets(network, device):
         first: Row = {}
         for case in cases:
@@ -102,14 +102,13 @@ def decode_rows(network: Network, device: str) -> Iterator[Row]:
                 first = first or made
                 for name, ms in (("growth", "gpu_ms"), ("served_growth", "served_ms")):
                     made[name] = round(made[ms] / first[ms] - 1, 4)
-            timed.append(made)
+            yield {"row": "decode", **made}
         del pools
-    rows = iter(timed)
     for cases, limits, pools in _decode_sets(network, device):
         for case in cases:
-            made = next(rows) | launched(case, network, pools, limits)
-            per_layer = made["launches"] / network.config.num_hidden_layers
-            yield {"row": "decode", **made, "launches_per_layer": round(per_layer, 1)}
+            made = launched(case, network, pools, limits)
+            per_layer = round(made["launches"] / network.config.num_hidden_layers, 1)
+            yield {"row": "launches", "case": case.text, **made, "launches_per_layer": per_layer}
         del pools
 
 

@@ -241,7 +241,8 @@ def test_every_step_is_timed_before_the_first_is_profiled(monkeypatch: pytest.Mo
     rows = list(show.decode_rows(cast(Network, network), "cuda"))
     names = ["64K", "128K", "256K", "512K", "855K", "one", "drafts", "verify"]
     assert done == [f"{what} {name}" for what in ("time", "profile") for name in names]
-    assert [row["case"].partition("=")[0] for row in rows] == names
+    assert [row["row"] for row in rows] == ["decode"] * 8 + ["launches"] * 8
+    assert [row["case"].partition("=")[0] for row in rows] == 2 * names
     assert [row.get("growth") for row in rows[:6]] == [0.0, 0.1111, 0.2222, 0.3333, 0.4444, None]
     assert [row.get("served_growth") for row in rows[:6]] == [0.0, 0.1, 0.2, 0.3, 0.4, None]
-    assert {row["launches_per_layer"] for row in rows} == {2.5}
+    assert {row["launches_per_layer"] for row in rows[8:]} == {2.5}
