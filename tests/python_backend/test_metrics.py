@@ -134,9 +134,9 @@ def test_the_wait_for_engram_rows_is_a_part_of_a_step(
 ) -> None:
     """Two Engram layers whose look-ups take 10 ms each, in four steps."""
 
-    def slow(*operands: Any) -> torch.Tensor:
+    def slow(*operands: Any, **named: Any) -> torch.Tensor:
         time.sleep(0.01)
-        return engram_lookup(*operands)
+        return engram_lookup(*operands, **named)
 
     monkeypatch.setattr("engine.network.engram.engram_lookup", slow)
     core = real_core.core_of(network64, real_core.bounds_of())
