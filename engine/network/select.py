@@ -63,7 +63,9 @@ def select(
                 candidates = candidate_blocks(
                     scores, num_visible, block_size=block_size, num_blocks=num_blocks
                 )
-            if candidates is not None and k < num_blocks < num_entries // (2 * block_size):
+            is_known = not torch.compiler.is_exporting()  # how many entries there are
+            fewer = is_known and k < num_blocks < num_entries // (2 * block_size)
+            if candidates is not None and fewer:
                 # The same entries, found among fewer columns.
                 entries = topk_of_blocks(scores, candidates, k=k, block_size=block_size)
             else:

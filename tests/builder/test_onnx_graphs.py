@@ -18,6 +18,8 @@ from builder.checkpoint import Checkpoint
 from builder.cli import main
 from builder.graph.executor import GraphError
 from builder.graph.export import default_options, export_engine
+from builder.graph.trace import GraphOptions, trace_segment
+from builder.graph.weights import weight_leaves
 from builder.progress import Progress
 from engine.batch import DraftBatch
 from engine.directory import Engine
@@ -309,6 +311,19 @@ def test_what_does_not_fit_the_graph_is_named(
         run({**tensors, "positions": batch.positions[:4]})
     with pytest.raises(GraphError, match=r"history of encoder.onnx: expected .* got none"):
         run({name: tensor for name, tensor in tensors.items() if name != "history"})
+
+
+def test_graphs_take_contexts_of_any_length(slim_dir: Path) -> None:
+    """Tracing refuses a size that something depends on. Of a model with more candidate blocks than
+    entries to select, as the released one is and TINY is not."""
+    network = slim_network(slim_dir, torch.float32)
+    config = replace(network.config, index_topk=2, candidate_topk_blocks=3)
+    options = GraphOptions(torch.float32, False, GLOBAL_PAGE_TOKENS, WINDOW_PAGE_ROWS)
+    forms = weight_leaves(network.weights)
+    traced = trace_segment("decoder", config, network.weights, options, forms)
+    nodes = [str(node.target) for node in traced.program.graph.nodes]
+    assert "dsv41.candidate_blocks.default" in nodes
+    assert "dsv41.topk_of_blocks.default" not in nodes
 
 
 def test_engine_in_the_released_layout(slim_dir: Path, tmp_path: Path) -> None:
