@@ -44,7 +44,8 @@ class Binding:
 
 @dataclass(frozen=True)
 class PlanInfo:
-    """One built plan. `compute_capabilities` are "9.0" or, for a whole generation, "8.x"."""
+    """One built plan. `compute_capabilities` are "9.0" or, for a whole generation, "8.x".
+    `operators`: their digest of plugins/tensorrt_plugin.py, "" in a plan from before it."""
 
     library: str
     version: str
@@ -52,6 +53,7 @@ class PlanInfo:
     num_bytes: int
     seconds: float  # to parse and build
     bindings: tuple[Binding, ...]
+    operators: str = ""
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> PlanInfo:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -63,6 +64,14 @@ _REGISTERED: dict[str, list[Any]] = {}
 def torch_dtype(dtype: Any) -> torch.dtype:
     """What torch calls a TensorRT data type. Raises KeyError for one that no operator takes."""
     return _DTYPES[dtype.name]
+
+
+@functools.cache
+def operators_digest() -> str:
+    """Of the inputs, attributes and outputs of all operators. A plan that was built for others
+    would be taken too, and computed wrongly: it knows an operator by name alone."""
+    forms = [(one.name, one.inputs, one.attributes, one.outputs) for one in graph_operators()]
+    return hashlib.sha256(repr(forms).encode()).hexdigest()
 
 
 class Node:

@@ -25,7 +25,7 @@ from builder.plans.dialect import adapt
 from builder.plans.ranges import Range, shapes
 from engine.plans import Binding, PlanInfo
 from plugins.tensorrt_library import LIBRARIES, TensorRtError, installed_version, load
-from plugins.tensorrt_plugin import register_plugins, torch_dtype
+from plugins.tensorrt_plugin import operators_digest, register_plugins, torch_dtype
 
 
 def main(task_file: Path, result_file: Path) -> None:
@@ -80,6 +80,7 @@ def build(task: Mapping[str, Any]) -> PlanInfo:
         num_bytes=int(plan.nbytes),
         seconds=round(seconds, 3),
         bindings=(*inputs, *outputs),
+        operators=operators_digest(),
     )
 
 

@@ -28,7 +28,7 @@ from engine.paged_cache import CachePools
 from engine.plans import Binding, PlanInfo, plan_file, read_plans
 from engine.segments import CACHES, decoder_tensors, draft_tensors, encoder_tensors
 from plugins.tensorrt_library import LIBRARIES, TensorRtError, installed_version, load, missing
-from plugins.tensorrt_plugin import register_plugins
+from plugins.tensorrt_plugin import operators_digest, register_plugins
 from python_backend.executor.inputs import HostDraft, HostStep
 from python_backend.executor.torch_executor import PagedExecutor
 from python_backend.settings import SettingsError
@@ -118,6 +118,8 @@ def refusal_on(
     for segment, plan in plans.items():
         library = LIBRARIES[plan.library]
         built = f"the {segment} plan of {path}, built by {plan.library} {plan.version},"
+        if plan.operators != operators_digest():
+            return f"{built} calls operators that this software has changed; build the engine again"
         if not plan.runs_on(*compute_capability):
             wanted = " or ".join(plan.compute_capabilities)
             found = "{}.{}".format(*compute_capability)

@@ -222,6 +222,10 @@ def test_what_a_machine_lacks(built: Built, monkeypatch: pytest.MonkeyPatch) -> 
     older = {name: replace(plan, version="1.5.0") for name, plan in built.plans.items()}
     complaint = "built by tensorrt-rtx 1.5.0, cannot be loaded by 1.7.1.116: a plan needs the vers"
     assert complaint in str(refusal_on(path, older, dtype, (8, 9)))
+    for operators in ("", "of others"):
+        other = {name: replace(plan, operators=operators) for name, plan in built.plans.items()}
+        complaint = "1.7.1.116, calls operators that this software has changed; build the engine"
+        assert complaint in str(refusal_on(path, other, dtype, (8, 9)))
     full = {name: replace(plan, library="tensorrt") for name, plan in built.plans.items()}
     monkeypatch.setattr(plan_module, "missing", lambda library: f"{library.name} is not here")
     assert "cannot be loaded: tensorrt is not here" in str(refusal_on(path, full, dtype, (8, 9)))
