@@ -329,6 +329,8 @@ def linear_pair(
     a, b = packed_weight(first), packed_weight(second)
     if a is not None and b is not None and not needs_reference(x):
         alike = (a.stored, a.shape[1], a.scale_stride) == (b.stored, b.shape[1], b.scale_stride)
+        # Of a long row either layer has a launch, whose bits are no other's.
+        alike = alike and not (takes_long(x, first, a, 1) or takes_long(x, second, b, 1))
         if alike and takes_one(x, first, a) and takes_one(x, second, b):
             one, other = one_products(x, (a, b))
             return one, other

@@ -121,6 +121,21 @@ def test_a_long_row(stored: PackedFormat) -> None:
     assert kernel.linear(x.to(DEVICE), weight).isnan().all()
 
 
+def test_a_pair_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by the kernel that it has alone, though few rows of its inputs have another: as if on
+    compute capability 9.0, without its launches."""
+    draw = torch.Generator().manual_seed(1)
+    weights = [
+        moved_weight(packed_weight(distant_rows(n, 8192, draw), PackedFormat.MXFP8, torch.bfloat16))
+        for n in (8, 4)
+    ]
+    x = distant_row(8192, draw).to(DEVICE)
+    monkeypatch.setattr(kernel, "takes_long", lambda *_: True)
+    monkeypatch.setattr(kernel, "takes_few", lambda *_: True)
+    monkeypatch.setattr(kernel, "long_product", lambda _x, weight, _groups, *, rounds: weight.shape)
+    assert kernel.linear_pair(x, *weights) == ((8, 8192), (4, 8192))
+
+
 @pytest.mark.parametrize("stored", [PackedFormat.FP4_ROWS, PackedFormat.NVFP4])
 @pytest.mark.parametrize(("outputs", "inner"), [(128, 1280), (70, 1280), (40, 2304), (48, 8192)])
 def test_one_row_of_two_codes_a_byte(stored: PackedFormat, outputs: int, inner: int) -> None:
