@@ -18,6 +18,7 @@ from plugins.device.launch import limits, unit_stride
 from plugins.device.overlap_gluon import let_next_begin, wait
 from plugins.device.weights import FP8_BLOCKS as _FP8_BLOCKS
 from plugins.device.weights import MXFP8, DeviceWeight
+from plugins.linear.kernel_rounding import power, rounded
 from plugins.linear.weight import LinearWeight
 
 # Inputs of a row that is rounded, wo_b's, and of one of a group's that is not, wo_a's.
@@ -26,26 +27,6 @@ ROUNDED, AS_IT_IS = 8192, 4096
 OUTPUTS, WARPS, BYTES = 4, 4, 16
 
 FP8_BLOCKS = gl.constexpr(_FP8_BLOCKS.value)
-
-
-@gluon.jit
-def _power(byte):
-    """2^(byte − 127) in float32; NaN for byte 255."""
-    bits = gl.maximum(byte << 23, 0x00400000)
-    return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _rounded(value):
-    """value [1, B, 32] as E4M3 codes in float32, and the scales [1, B] of 32 of them."""
-    bits = value.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = gl.maximum(gl.max(bits, axis=2), 0x38D1B717)
-    exponent = amax >> 23
-    byte = exponent - 8 + ((amax & 0x7FFFFF) > 0x600000).to(gl.int32)
-    byte = gl.where(exponent == 255, 255, byte)
-    inverse = ((254 - gl.minimum(byte, 253)) << 23).to(gl.float32, bitcast=True)
-    codes = (value * inverse[:, :, None]).to(gl.float8e4nv).to(gl.float32)
-    return codes, _power(byte)
 
 
 @gluon.jit(do_not_specialize=["per_group"])
@@ -84,10 +65,11 @@ def linear_long(
         total = _of_threads(total, BYTES)
     for i in gl.static_range(STEPS):
         value = gl.load(x_at + i * 32 * BLOCKS).to(gl.float32)
-        factor = _power(scales[i].to(gl.int32))
+        factor = power(scales[i].to(gl.int32))
         if ROUND:
-            value, of_row = _rounded(value)
-            factor = factor * of_row
+            value, byte_of_row = rounded(value)
+            value = value.to(gl.float32)
+            factor = factor * power(byte_of_row)
         if STORED == FP8_BLOCKS:
             # All outputs are of one block of the weight, so that its scales can join the row.
             total += kept[i].to(gl.float32) * (value * factor[:, :, None])

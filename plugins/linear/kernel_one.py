@@ -23,6 +23,7 @@ from plugins.device.overlap_gluon import let_next_begin, wait
 from plugins.device.weights import NVFP4 as _NVFP4
 from plugins.device.weights import DeviceWeight
 from plugins.linear.kernel_codes import E2M1_UNIT, halves, two_a_byte
+from plugins.linear.kernel_rounding import power, rounded
 from plugins.linear.weight import LinearWeight
 
 # Inputs of a row, at most, and of a unit, 128 bytes of a row of the weight.
@@ -51,13 +52,6 @@ def _read(shares, outputs, warps):
 
 
 @gluon.jit
-def _power(byte):
-    """2^(byte − 127) in float32; NaN for byte 255."""
-    bits = gl.maximum(byte << 23, 0x00400000)
-    return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _scales(words, FIRST: gl.constexpr, SECOND: gl.constexpr, STORED: gl.constexpr):
     """float32 scales [S, OUT, 8] in two bytes of words [S, OUT, 4]."""
     words = words.to(gl.int32)
@@ -67,20 +61,8 @@ def _scales(words, FIRST: gl.constexpr, SECOND: gl.constexpr, STORED: gl.constex
         both = gl.join(first.to(gl.float32), second.to(gl.float32))
     else:
         first, second = (words >> 8 * FIRST) & 0xFF, (words >> 8 * SECOND) & 0xFF
-        both = gl.join(_power(first), _power(second))
+        both = gl.join(power(first), power(second))
     return both.reshape([words.shape[0], words.shape[1], 8])
-
-
-@gluon.jit
-def _rounded(value):
-    """value [S, U, 8, 32] as E4M3 codes, and the scales [S, U, 8] of 32 of them."""
-    bits = value.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = gl.maximum(gl.max(bits, axis=3), 0x38D1B717)
-    exponent = amax >> 23
-    byte = exponent - 8 + ((amax & 0x7FFFFF) > 0x600000).to(gl.int32)
-    byte = gl.where(exponent == 255, 255, byte)
-    inverse = ((254 - gl.minimum(byte, 253)) << 23).to(gl.float32, bitcast=True)
-    return (value * inverse[:, :, :, None]).to(gl.float8e4nv), _power(byte)
 
 
 @gluon.jit
@@ -110,12 +92,12 @@ def _kept_row(x, SHARES: gl.constexpr, UNITS: gl.constexpr, WHOLE: gl.constexpr)
         at = ((share * UNITS + now) * 256)[:, :, None, None] + column[None, None, :, :]
         read += (gl.load(x + at, mask=there[:, :, None, None], other=0.0),)
     for i in gl.static_range(PASSES):
-        value, of_group = _rounded(read[i].to(gl.float32))
+        value, byte_of_group = rounded(read[i].to(gl.float32))
         # [share, unit, half, group, word of eight codes, four of them, even or odd]
         value = value.to(gl.float16).reshape([SHARES, AT_ONCE, 2, 4, 4, 4, 2])
         value = value.permute([1, 2, 0, 4, 3, 6, 5]).reshape([AT_ONCE, 2, SHARES, 128])
         kept.index(i).store(value)
-        kept_scales.index(i).store(of_group.permute([1, 0, 2]) * E2M1_UNIT)
+        kept_scales.index(i).store(power(byte_of_group).permute([1, 0, 2]) * E2M1_UNIT)
     values = kept._reinterpret(gl.float16, [2 * PASSES * AT_ONCE, SHARES, 128, 1], THREE)
     value_scales = kept_scales._reinterpret(gl.float32, [PASSES * AT_ONCE, SHARES, 8], TWO)
     return values, value_scales
