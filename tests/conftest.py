@@ -28,10 +28,10 @@ Golden = dict[str, Any]
 
 @pytest.fixture(scope="session", autouse=True)
 def faster_interpreter() -> None:
-    if "triton.runtime.interpreter" in sys.modules:
-        from tests.interpreter import patch_once_a_launch
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton.runtime.interpreter" in sys.modules:
+        from tests.interpreter import make_faster
 
-        patch_once_a_launch()
+        make_faster()
 
 
 @pytest.fixture(scope="session")
