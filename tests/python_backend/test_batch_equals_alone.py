@@ -25,22 +25,24 @@ def test_without_prefix_cache(network64: Network) -> None:
     """Random pools, down to what one request needs, so that decoding requests are preempted."""
     alone = Alone(network64)
 
-    @cases(150)
+    @cases(30)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         drawn = Drawn(data)
         sizes = drawn_sizes(data)
         page = sizes["global_page_tokens"]
-        least = max(
+        wholes = [
             -(-(len(prompt) + new) // page)
             for prompt, new in zip(drawn.prompts, drawn.max_tokens, strict=True)
-        )
-        pages = 1 + least + data.draw(st.integers(0, 1), label="spare pages")
+        ]
+        together = data.draw(st.integers(2, drawn.count), label="prompts that fit together")
+        prompts = sum(-(-len(prompt) // page) for prompt in drawn.prompts[:together])
+        pages = 1 + max(*wholes, prompts)
         small = bounds_of(prefix_cache=False, num_global_pages=pages, **sizes)
-        together = drawn.streams()
+        streams = drawn.streams()
         core = core_of(network64, small)
-        serve(core, together, drawn.arrivals)
-        for one in together:
+        serve(core, streams, drawn.arrivals)
+        for one in streams:
             alone.assert_answers(core, one)
 
     check()

@@ -24,7 +24,7 @@ def test_with_equal_prefix_hits(network64: Network) -> None:
     """Everybody shares a cached prefix and differs right behind it; hits must be equal, and then
     so are the tokens."""
 
-    @cases(50)
+    @cases(16)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         drawn = Drawn(data)
