@@ -161,7 +161,7 @@ class Drawn:
 
     def __init__(self, data: st.DataObject) -> None:
         self.count = data.draw(st.integers(2, 4), label="requests")
-        # Lists that Hypothesis draws have six tokens on average: less than a window, and one chunk.
+        # Lists that Hypothesis draws have five tokens on average, which is less than a window.
         self.prompts = [_drawn_prompt(data) for _ in range(self.count)]
         self.max_tokens = [data.draw(st.integers(1, MAX_ANSWER)) for _ in range(self.count)]
         self.sampled = [data.draw(st.booleans()) for _ in range(self.count)]
