@@ -5,7 +5,7 @@ A page is one contiguous region, so that it can be moved as one: a window page h
 source for `global_page_tokens` positions, each kind in a region of its own:
 
     window page   [layers + draft stages, window_page_rows, row]
-    global page   source by source: [entries, main row] then [entries, index row]
+    global page   source by source: [entries, main row] then [entries, index codes and scales]
 
 With cache quantisation on a row is the record's bytes, otherwise plain values. Page 0 of either
 pool is the null page: never written, never read. The tables belong to the pools' owner; a

@@ -43,7 +43,7 @@ def filled_pools(
         if isinstance(store, PackedRows):
             for pages in store.data.split(max(1, _ROWS_AT_ONCE // store.data.shape[1])):
                 rows = torch.randn(*pages.shape[:2], store.width, device=device)
-                pages.copy_(store.layout.pack(rows))
+                pages.copy_(store.layout.pages(store.layout.pack(rows)))
     pools.tails.normal_()
     return pools
 

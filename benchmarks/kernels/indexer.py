@@ -15,7 +15,7 @@ from plugins.formats.rows import PackedRows
 from plugins.indexer import PagedSlots, kernel
 from plugins.registry import OPERATORS
 
-HEADS, WIDTH, BLOCK, LISTED, PAGE = 32, 128, 8, 2048, 64
+HEADS, WIDTH, BLOCK, LISTED, PAGE = 32, 128, 8, 2048, 128  # as a pair source is served
 KEY_BYTES = index_record(WIDTH).bytes_per_row
 # Requests, rows a request, context → microseconds to stay below: 0.65 of the peer from 32K on.
 DECODE = {
@@ -81,8 +81,8 @@ def rows(peers: ModuleType | None) -> Iterator[Row]:
     layout = index_record(WIDTH)
     pages = (1 << 25) // PAGE if DEVICE == "cuda" else 64
     some = layout.pack(torch.randn(4096, WIDTH, device=DEVICE))
-    data = some[torch.randint(4096, (pages * PAGE,), device=DEVICE)]
-    keys = PackedRows(data.view(pages, PAGE, KEY_BYTES), layout)
+    data = some[torch.randint(4096, (pages, PAGE), device=DEVICE)]
+    keys = PackedRows(layout.pages(data), layout)
 
     def row(case: str, shape: tuple[int, int, int], target: float | None, others: Peers) -> Row:
         requests, each, context = shape

@@ -51,6 +51,22 @@ def e2m1_word(word):
 
 
 @triton.jit
+def _fourth_bits(signs):
+    """Bits 0, 8, 16 and 24 of words that have no others, in bits 3, 7, 11 and 15."""
+    signs = (signs | (signs >> 4)) & 0x00110011
+    return ((signs | (signs >> 8)) & 0x1111) << 3
+
+
+@triton.jit
+def signs_joined(word):
+    """uint32 words of index keys with every sign in its code's nibble; where it is kept otherwise
+    says plugins/formats/index_keys.py."""
+    first = _fourth_bits((word >> 7) & 0x01010101)
+    last = _fourth_bits((word >> 3) & 0x01010101) << 16
+    return (word & 0x77777777) | first | last
+
+
+@triton.jit
 def e4m3(byte):
     """float32 values of int32 codes, 2^−8 of what they stand for. The two NaN codes read as ±480:
     in a record they occur only in groups whose scale is NaN."""

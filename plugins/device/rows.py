@@ -18,11 +18,11 @@ import triton.language as tl
 from plugins.device.numbers import (
     E2M1_UNIT,
     E4M3_UNIT,
-    e2m1_pair,
     e2m1_word,
     e4m3,
     e4m3_scale,
     e8m0_scale,
+    signs_joined,
 )
 from plugins.formats.rows import PackedRows, RowStore, ValueRows
 
@@ -40,8 +40,9 @@ _FORMATS = {"main": 1, "window": 2, "index": 3}
 
 class DeviceRows(NamedTuple):
     """Slot s is row s % rows_per_page of page s // rows_per_page; strides count elements of
-    `data`. `rounding` is the format that a written row goes through, `stored` the one that it is
-    kept in: packed rows in the same, or its form in words, value rows in VALUES."""
+    `data`, of index keys those of a row's codes (scales lie behind all codes of their page).
+    `rounding` is the format that a written row goes through, `stored` the one that it is kept in:
+    packed rows in the same, or its form in words, value rows in VALUES."""
 
     data: torch.Tensor
     page_stride: int
@@ -70,7 +71,10 @@ def device_rows(store: RowStore) -> DeviceRows | None:
     if rounding < 0 or data.stride(-1) != 1:
         return None
     rows_per_page = 1 if data.dim() == 2 else data.shape[1]
-    return DeviceRows(data, data.stride(0), rows_per_page, data.stride(-2), stored, rounding)
+    row_stride = data.stride(-2)
+    if isinstance(store, PackedRows) and store.layout.split:
+        row_stride = store.layout.data_bytes
+    return DeviceRows(data, data.stride(0), rows_per_page, row_stride, stored, rounding)
 
 
 def _words_are_aligned(data: torch.Tensor, width: int) -> bool:
@@ -86,6 +90,36 @@ def row_offsets(slots, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
+def scale_offsets(
+    slots, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Element offsets int64 of the scales of row_offsets' rows, packed in FORMAT."""
+    if FORMAT == MXFP4:
+        slot = slots.to(tl.int32)
+        page = (slot // ROWS).to(tl.int64) * page_stride
+        offset = page + ROWS * ROW + (slot % ROWS) * (WIDTH // 32)
+    else:
+        data: tl.constexpr = WIDTH if FORMAT == MXFP8 else WIDTH // 2
+        offset = row_offsets(slots, page_stride, ROWS, ROW) + data
+    return offset
+
+
+@triton.jit
+def _load_words(row, word, read, WORDS: tl.constexpr):
+    """uint32 words, numbered `word`, of rows at `row`, zeros where not `read`. WORDS: aligned."""
+    if WORDS:
+        words = row.to(tl.pointer_type(tl.uint32), bitcast=True)
+        value = tl.load(words + word, mask=read, other=0)
+    else:
+        byte = row + 4 * word
+        value = tl.load(byte, mask=read, other=0).to(tl.uint32)
+        for place in tl.static_range(1, 4):
+            value |= tl.load(byte + place, mask=read, other=0).to(tl.uint32) << (8 * place)
+    return value
+
+
+@triton.jit
 def load_rows(
     data, slots, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, STORED: tl.constexpr,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr,
@@ -96,34 +130,31 @@ def load_rows(
     """
     N: tl.constexpr = slots.shape[0]
     there = slots >= 0
-    row = data + row_offsets(tl.maximum(slots, 0), page_stride, ROWS, ROW)
+    slot = tl.maximum(slots, 0)
+    row = data + row_offsets(slot, page_stride, ROWS, ROW)
     IS_NV: tl.constexpr = (STORED == NVFP4) | (STORED == NVFP4_WORDS)
     IS_MX: tl.constexpr = (STORED == MXFP4) | (STORED == MXFP4_WORDS)
     if IS_NV | IS_MX:
+        FORMAT: tl.constexpr = NVFP4 if IS_NV else MXFP4
         BYTES: tl.constexpr = 8 if IS_NV else 16  # of a group
         GROUPS: tl.constexpr = PAIRS // BYTES
+        WORDS: tl.constexpr = BYTES // 4
         group = tl.arange(0, GROUPS)
         read_scale = there[:, None] & (group < WIDTH // 2 // BYTES)[None, :]
-        scale_at = row[:, None] + WIDTH // 2 + group[None, :]
-        scale_byte = tl.load(scale_at, mask=read_scale, other=0).to(tl.int32)
+        scale_at = data + scale_offsets(slot, page_stride, ROWS, ROW, FORMAT, WIDTH)
+        scale_byte = tl.load(scale_at[:, None] + group[None, :], mask=read_scale, other=0)
+        scale_byte = scale_byte.to(tl.int32)
         scale = e4m3_scale(scale_byte) if IS_NV else e8m0_scale(scale_byte)
         scale = (scale * E2M1_UNIT)[:, :, None]
-        if (STORED == NVFP4) | (STORED == MXFP4):
-            byte = group[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-            read = there[:, None, None] & (byte < WIDTH // 2)[None, :, :]
-            codes = tl.load(row[:, None, None] + byte[None, :, :], mask=read, other=0)
-            even, odd = e2m1_pair(codes.to(tl.int32))
-            even, odd = even * scale, odd * scale
-        else:
-            WORDS: tl.constexpr = BYTES // 4
-            word = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-            read = there[:, None, None] & (word < WIDTH // 8)[None, :, :]
-            words = row.to(tl.pointer_type(tl.uint32), bitcast=True)
-            codes = tl.load(words[:, None, None] + word[None, :, :], mask=read, other=0)
-            e0, e1, e2, e3, e4, e5, e6, e7 = e2m1_word(codes)
-            # The last two dims count in which half of the word, and where in it.
-            even = tl.join(tl.join(e0 * scale, e4 * scale), tl.join(e2 * scale, e6 * scale))
-            odd = tl.join(tl.join(e1 * scale, e5 * scale), tl.join(e3 * scale, e7 * scale))
+        word = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        read = there[:, None, None] & (word < WIDTH // 8)[None, :, :]
+        codes = _load_words(row[:, None, None], word[None, :, :], read, STORED >= NVFP4_WORDS)
+        if IS_MX:
+            codes = signs_joined(codes)
+        e0, e1, e2, e3, e4, e5, e6, e7 = e2m1_word(codes)
+        # The last two dims count in which half of the word, and where in it.
+        even = tl.join(tl.join(e0 * scale, e4 * scale), tl.join(e2 * scale, e6 * scale))
+        odd = tl.join(tl.join(e1 * scale, e5 * scale), tl.join(e3 * scale, e7 * scale))
         even, odd = even.reshape(N, PAIRS), odd.reshape(N, PAIRS)
     else:
         column = tl.arange(0, 2 * PAIRS)

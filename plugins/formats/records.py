@@ -1,7 +1,9 @@
 """The one table of cache-row layouts: what a row's bytes are, and how many of them there are.
 
-A row is its data bytes directly followed by its scale bytes. Every size is a formula of the model
-dims; at the released dims they give the published 890 bytes of global cache per token.
+A row is its data bytes directly followed by its scale bytes; of index keys a page has all rows'
+data bytes first and then all rows' scale bytes, so that whole groups are aligned. Every size is a
+formula of the model dims; at the released dims they give the published 890 bytes of global cache
+per token.
 Sources: the technical report (cache section), vLLM 0.33 and SGLang 0.5 record layouts.
 """
 
@@ -14,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from plugins.formats import mxfp4, mxfp8, nvfp4
+from plugins.formats import index_keys, mxfp8, nvfp4
 from plugins.formats.fallback import Fp8RowScale, Fp8WithBf16Rope
 
 
@@ -36,11 +38,15 @@ class RowFormat(Protocol):
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Rows of `width` values in `format`. Non-finite input poisons its group: it reads as NaN."""
+    """Rows of `width` values in `format`. Non-finite input poisons its group: it reads as NaN.
+
+    split: in a page all rows' data bytes come before all rows' scale bytes.
+    """
 
     name: str
     width: int
     format: RowFormat
+    split: bool = False
 
     @property
     def data_bytes(self) -> int:
@@ -64,6 +70,25 @@ class RecordLayout:
         self._check(data, self.bytes_per_row, "bytes")
         return self.format.unpack(data[..., : self.data_bytes], data[..., self.data_bytes :], dtype)
 
+    def parts(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the data [..., R, data_bytes] and the scale bytes [..., R, scale_bytes] of pages
+        of R rows, uint8 [..., R, bytes_per_row]."""
+        if not self.split:
+            return pages[..., : self.data_bytes], pages[..., self.data_bytes :]
+        rows = pages.shape[-2]
+        size = rows * self.data_bytes
+        page = pages.flatten(-2)
+        data = torch.unflatten(page[..., :size], -1, (rows, self.data_bytes))
+        return data, torch.unflatten(page[..., size:], -1, (rows, self.scale_bytes))
+
+    def pages(self, rows: torch.Tensor) -> torch.Tensor:
+        """Packed rows, uint8 [..., R, bytes_per_row], as the bytes of pages of R rows."""
+        pages = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        data, scale = self.parts(pages)
+        data.copy_(rows[..., : self.data_bytes])
+        scale.copy_(rows[..., self.data_bytes :])
+        return pages
+
     def round(self, values: torch.Tensor) -> torch.Tensor:
         """unpack(pack(values)), same shape and dtype; the gradient passes straight through."""
         self._check(values, self.width, "values")
@@ -77,13 +102,15 @@ class RecordLayout:
             )
 
 
-def _layout(name: str, width: int, row_format: RowFormat, group: int) -> RecordLayout:
+def _layout(
+    name: str, width: int, row_format: RowFormat, group: int, *, split: bool = False
+) -> RecordLayout:
     if width <= 0 or width % group:
         raise ValueError(
             f"expected a {name} row width that is a positive multiple of {group}, got {width}; "
             "this record scales whole groups"
         )
-    return RecordLayout(name, width, row_format)
+    return RecordLayout(name, width, row_format, split)
 
 
 def main_record(head_dim: int) -> RecordLayout:
@@ -97,8 +124,9 @@ def window_record(head_dim: int) -> RecordLayout:
 
 
 def index_record(index_head_dim: int) -> RecordLayout:
-    """Index keys: MXFP4, 68 B at 128."""
-    return _layout("index", index_head_dim, mxfp4.MXFP4, mxfp4.MXFP4.group)
+    """Index keys: MXFP4 with signs moved, data apart from scales in a page, 68 B at 128."""
+    keys = index_keys.INDEX_KEYS
+    return _layout("index", index_head_dim, keys, keys.group, split=True)
 
 
 def engram_record(engram_head_dim: int) -> RecordLayout:

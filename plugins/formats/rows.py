@@ -65,14 +65,19 @@ class ValueRows:
 
 
 class PackedRows:
-    """Rows kept as the record's real bytes, uint8 [num_slots, bytes_per_row] or
-    [num_pages, rows_per_page, bytes_per_row]."""
+    """Rows kept as the record's real bytes, uint8 [num_slots, bytes_per_row] or pages
+    [num_pages, rows_per_page, bytes_per_row], whose bytes are in the record's order of a page."""
 
     def __init__(self, data: torch.Tensor, layout: RecordLayout) -> None:
         if data.dtype != torch.uint8 or data.shape[-1] != layout.bytes_per_row:
             raise ValueError(
                 f"expected uint8 rows of {layout.bytes_per_row} bytes for {layout.name}, "
                 f"got {data.dtype} {tuple(data.shape)}"
+            )
+        if layout.split and data.dim() > 2 and data.stride(-2) != layout.bytes_per_row:
+            raise ValueError(
+                f"expected pages of {layout.name} rows without gaps, got rows "
+                f"{data.stride(-2)} bytes apart; give whole pages of {layout.bytes_per_row} a row"
             )
         self.data = data
         self.layout = layout
@@ -82,13 +87,25 @@ class PackedRows:
         return self.layout.width
 
     def read(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        data = self.data[_place(self.data, slots.clamp(min=0))]
-        rows = self.layout.unpack(data, dtype)
+        place = _place(self.data, slots.clamp(min=0))
+        data, scale = (part[place] for part in self._parts())
+        rows = self.layout.format.unpack(data, scale, dtype)
         return torch.where((slots >= 0).unsqueeze(-1), rows, rows.new_zeros(()))
 
     def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         kept = slots >= 0
-        self.data[_place(self.data, slots[kept])] = self.layout.pack(values[kept])
+        place = _place(self.data, slots[kept])
+        packed = self.layout.pack(values[kept])
+        widths = [self.layout.data_bytes, self.layout.scale_bytes]
+        for part, rows in zip(self._parts(), torch.split(packed, widths, dim=-1), strict=True):
+            part[place] = rows
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the data and of the scales, each shaped as `self.data` but for the last dim."""
+        if self.data.dim() > 2:
+            return self.layout.parts(self.data)
+        data, scale = self.layout.parts(self.data.unsqueeze(1))
+        return data.squeeze(1), scale.squeeze(1)
 
 
 @dataclass(frozen=True)

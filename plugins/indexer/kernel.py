@@ -20,6 +20,7 @@ from plugins.device.launch import INTERPRETED, limits, needs_reference, padded, 
 from plugins.device.rows import MXFP4_WORDS, DeviceRows, device_rows, entry_slots, load_rows
 from plugins.indexer.kernel_float8 import scores_float8
 from plugins.indexer.kernel_keys import WIDTH as FLOAT8_WIDTH
+from plugins.indexer.kernel_keys import groups_are_aligned
 from plugins.indexer.kernel_queries import index_queries as index_queries
 from plugins.indexer.slots import KeySlots, pages_of
 from plugins.registry import OPERATORS
@@ -151,9 +152,9 @@ def _candidate_scores(
 
 
 def _takes_float8(queries: torch.Tensor, stored: DeviceRows) -> bool:
-    words = stored.stored == MXFP4_WORDS.value
+    groups = stored.stored == MXFP4_WORDS.value and groups_are_aligned(stored)
     half = queries.dtype == torch.bfloat16 and queries.shape[2] == FLOAT8_WIDTH
-    return words and half and limits(queries.device).float8
+    return groups and half and limits(queries.device).float8
 
 
 def index_scores(

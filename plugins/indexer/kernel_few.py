@@ -8,7 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from plugins.indexer.kernel_keys import column_slots, key_codes, load_keys, quarter
+from plugins.indexer.kernel_keys import (
+    column_slots,
+    fetch_keys,
+    key_codes,
+    load_keys,
+    quarter,
+)
 from plugins.indexer.kernel_rows import load_queries, segment
 from plugins.indexer.kernel_sums import few_scores, own_key, own_places
 
@@ -50,14 +56,16 @@ def score_few_rows(
     key_slots, slots_stride, PER_PAGE: tl.constexpr, num_keys, request, num_visible,
     scores, num_columns, num_rows, groups, SHARING: tl.constexpr, SPAN: tl.constexpr,
     BATCH: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr,
-    WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    WIDEN: tl.constexpr, EARLY: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program's even share of the tiles of all groups of SHARING rows."""
-    # By two tiles, so that a lone row's next keys stay in their registers.
-    UNROLL: tl.constexpr = 2 if SHARING == 1 else 1
+    """A program's even share of the tiles of all groups of SHARING rows.
+
+    PAIRS: of pairs of tiles in one page, which share its address; the next keys of a lone row then
+    stay in their registers."""
     WHOLE: tl.constexpr = (PER_PAGE % TILE == 0) & (ROWS % PER_PAGE == 0)
-    of_group = tl.cdiv(num_columns, TILE)
-    # The first programs have a tile more, where they do not divide evenly.
+    UNIT: tl.constexpr = 2 * TILE if PAIRS else TILE
+    of_group = tl.cdiv(num_columns, UNIT)
+    # The first programs have one more, where they do not divide evenly.
     total, program, programs = of_group * groups, tl.program_id(0), tl.num_programs(0)
     at = program * (total // programs) + tl.minimum(program, total % programs)
     last = at + total // programs + (program < total % programs).to(tl.int32)
@@ -66,10 +74,10 @@ def score_few_rows(
     while at < last:
         row = at // of_group * SHARING
         end = tl.minimum(row + SHARING, num_rows)
-        begin = at % of_group * TILE
-        tiles = tl.minimum(last - at, of_group - at % of_group)
-        beyond = tl.minimum(begin + tiles * TILE, num_columns)
-        at += tiles
+        begin = at % of_group * UNIT
+        units = tl.minimum(last - at, of_group - at % of_group)
+        beyond = tl.minimum(begin + units * UNIT, num_columns)
+        at += units
         while row < end:
             owner, stop, most, fewest = segment(request, num_visible, row, end, num_keys, SPAN)
             pages = key_slots + owner * slots_stride
@@ -79,7 +87,8 @@ def score_few_rows(
             loaded = load_keys(
                 data, slots, begin, page_stride, TILE, WARPS, ROWS, ROW, PER_PAGE, WHOLE
             )
-            slots = column_slots(pages, begin + TILE, limit, TILE, WARPS, PER_PAGE, WHOLE)
+            page = slots
+            slots = column_slots(pages, begin + UNIT, limit, TILE, WARPS, PER_PAGE, WHOLE)
             if EARLY:
                 tl.extra.cuda.gdc_wait()
             queries, shares = (), ()
@@ -95,20 +104,47 @@ def score_few_rows(
             # Tiles that all rows see need no mask; behind the last that one sees there is nothing.
             full = tl.minimum(fewest, beyond)
             start = begin
-            for _tile in tl.range(
-                tl.maximum(full - begin, 0) // TILE, num_stages=1, loop_unroll_factor=UNROLL
-            ):
-                now = loaded
-                start += TILE
-                loaded = load_keys(
-                    data, slots, start, page_stride, TILE, WARPS, ROWS, ROW, PER_PAGE, WHOLE
-                )
+            if PAIRS:
+                for _pair in tl.range(tl.maximum(full - begin, 0) // UNIT, num_stages=1):
+                    if EARLY:
+                        fetch_keys(
+                            data, slots, start + UNIT, page_stride, ROWS, ROW, PER_PAGE, UNIT
+                        )
+                    second = load_keys(
+                        data, page, start, page_stride, TILE, WARPS, ROWS, ROW, PER_PAGE, WHOLE,
+                        2, 1,
+                    )  # fmt: skip
+                    _score_tile(
+                        loaded, queries, shares, out, num_columns, start, beyond, num_visible,
+                        mine, stop, TILE, WARPS, BATCH, HEADS, WIDEN, False,
+                    )  # fmt: skip
+                    out += TILE
+                    start += UNIT
+                    loaded = load_keys(
+                        data, slots, start, page_stride, TILE, WARPS, ROWS, ROW, PER_PAGE, WHOLE,
+                        2,
+                    )  # fmt: skip
+                    page = slots
+                    slots = column_slots(pages, start + UNIT, limit, TILE, WARPS, PER_PAGE, WHOLE)
+                    _score_tile(
+                        second, queries, shares, out, num_columns, start - TILE, beyond,
+                        num_visible, mine, stop, TILE, WARPS, BATCH, HEADS, WIDEN, False,
+                    )  # fmt: skip
+                    out += TILE
                 slots = column_slots(pages, start + TILE, limit, TILE, WARPS, PER_PAGE, WHOLE)
-                _score_tile(
-                    now, queries, shares, out, num_columns, start, beyond, num_visible, mine, stop,
-                    TILE, WARPS, BATCH, HEADS, WIDEN, False,
-                )  # fmt: skip
-                out += TILE
+            else:
+                for _tile in tl.range(tl.maximum(full - begin, 0) // TILE, num_stages=1):
+                    now = loaded
+                    start += TILE
+                    loaded = load_keys(
+                        data, slots, start, page_stride, TILE, WARPS, ROWS, ROW, PER_PAGE, WHOLE
+                    )
+                    slots = column_slots(pages, start + TILE, limit, TILE, WARPS, PER_PAGE, WHOLE)
+                    _score_tile(
+                        now, queries, shares, out, num_columns, start, beyond, num_visible, mine,
+                        stop, TILE, WARPS, BATCH, HEADS, WIDEN, False,
+                    )  # fmt: skip
+                    out += TILE
             while start < limit:
                 _score_tile(
                     loaded, queries, shares, out, num_columns, start, beyond, num_visible, mine,

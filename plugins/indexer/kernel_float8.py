@@ -23,7 +23,7 @@ from plugins.indexer.slots import PagedSlots
 
 # Few rows: up to _FEW of a request keep their queries for runs of about _RUN tiles, where it is one
 # row, or _RUNS. Many: up to _MANY share a tile.
-_FEW, _FEW_TILE, _RUN, _RUNS = 6, 64, 24, 96
+_FEW, _FEW_TILE, _RUN, _RUNS = 6, 64, 48, 96
 _MANY, _MANY_TILE, _STAGES = 456, 128, 4
 _WARPS = 4
 
@@ -65,8 +65,9 @@ def scores_float8(
         codes, weights, heads, padded_heads, early, num_warps=_WARPS,
     )  # fmt: skip
     first = unit_stride(slots.first)
+    per_page = slots.rows_per_page
     of_keys = (
-        *stored.arguments(), first, first.stride(0), slots.rows_per_page, slots.count,
+        *stored.arguments(), first, first.stride(0), per_page, slots.count,
         request, num_visible,
     )  # fmt: skip
     device = limits(queries.device)
@@ -93,17 +94,16 @@ def scores_float8(
     sharing = -(-each // -(-each // _FEW))
     groups = triton.cdiv(num_rows, sharing)
     tiles = groups * of_row
-    registers = 168 if sharing > 1 else 64
-    if not device.warp_groups:
-        registers = max(registers, 72)
+    registers = 168 if sharing > 1 else 72
     if not INTERPRETED:
         options["maxnreg"] = registers
     # Whole waves of as many programs as these registers allow at once.
     at_once = 512 // registers * device.multiprocessors
     run = _RUN if sharing == 1 else _RUNS
     programs = triton.cdiv(tiles, at_once * run) * at_once
+    in_page = stored.rows_per_page % per_page == 0 and per_page % (2 * _FEW_TILE) == 0
     score_few_rows[(min(tiles, programs),)](
         codes, weights, *of_keys, scores, num_columns, num_rows, groups,
         sharing, padded(sharing, 1), min(sharing, 2), padded_heads, _FEW_TILE, _WARPS, INTERPRETED,
-        early, num_warps=_WARPS, **options,
+        early, sharing == 1 and in_page and tiles >= 2 * programs, num_warps=_WARPS, **options,
     )  # fmt: skip

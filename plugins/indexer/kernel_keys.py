@@ -15,24 +15,44 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from plugins.device.rows import DeviceRows
+
 GROUPS = 4  # of 32 values; the kernels are written out for them
 WIDTH = 32 * GROUPS
 # Groups whose scale is 2^−12 of their row's largest, or less, are taken as zeros.
 _REACH = tl.constexpr(12)
-# Eight E2M1 codes of a word by a table of the E4M3 codes of their magnitudes: $3 has the first
-# four, $4 the last four. The fourth bit of a selector must be 0: $5 masks signs, or everything.
+# Eight codes of a word by a table of the E4M3 codes of their magnitudes: $3 has the first four, $4
+# the last four. The fourth bit of a selector must be 0: $5 masks signs, or everything. Signs lie
+# where these four bytes, or after a shift the others, have them (plugins/formats/index_keys.py).
 LOOK_UP = tl.constexpr("""
 {
-.reg .b32 first, last, odd, signs;
+.reg .b32 first, last, odd;
 and.b32 first, $2, $5;
 prmt.b32 $0, $3, $4, first;
 mul.hi.u32 last, first, 65536;
 prmt.b32 $1, $3, $4, last;
-shl.b32 odd, $2, 4;
-prmt.b32 signs, odd, $2, 0x5140;
-lop3.b32 $0, $0, signs, 0x80808080, 0xF8;
-prmt.b32 signs, odd, $2, 0x7362;
-lop3.b32 $1, $1, signs, 0x80808080, 0xF8;
+lop3.b32 $0, $0, $2, 0x80808080, 0xF8;
+mul.lo.u32 odd, $2, 16;
+lop3.b32 $1, $1, odd, 0x80808080, 0xF8;
+}
+""")
+
+
+def groups_are_aligned(stored: DeviceRows) -> bool:
+    """Whether a group's 16 bytes can be loaded at once."""
+    return stored.data.data_ptr() % 16 == 0 and stored.page_stride % 16 == 0
+
+
+# Thread 0 asks for $3 bytes of codes at $1 and $4 of scales at $2.
+_FETCH = tl.constexpr("""
+{
+.reg .pred one;
+.reg .b32 thread;
+mov.u32 thread, %tid.x;
+setp.eq.u32 one, thread, 0;
+@one cp.async.bulk.prefetch.L2.global [$1], $3;
+@one cp.async.bulk.prefetch.L2.global [$2], $4;
+mov.b32 $0, 0;
 }
 """)
 
@@ -78,7 +98,8 @@ def column_slots(
     if WHOLE:
         halves = pages.to(tl.pointer_type(tl.int32), bitcast=True)
         # No mask: it would cost each of the tile's loads an instruction or two.
-        slot = tl.load(halves + 2 * (tl.minimum(start, tl.maximum(visible, 1) - 1) // PER_PAGE))
+        last = tl.cast(tl.maximum(visible, 1) - 1, tl.uint32)
+        slot = tl.load(halves + 2 * (tl.minimum(tl.cast(start, tl.uint32), last) // PER_PAGE))
     else:
         entry = start + places(TILE, WARPS, 2)
         slot = slots_of(pages, entry, entry < visible, PER_PAGE)
@@ -86,49 +107,93 @@ def column_slots(
 
 
 @triton.jit
-def load_keys(
-    data, slots, start, page_stride, TILE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
-    ROW: tl.constexpr, PER_PAGE: tl.constexpr, WHOLE: tl.constexpr,
+def _page(
+    data, slot, start, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, PER_PAGE: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Whether the rows at `slots` of column_slots are there; the exponents of their groups, uint8,
-    and the four words of each; all [4, 8, WARPS, 2, RUNS], undefined at −1."""
-    there = slots >= 0
-    if WHOLE:
-        # Where there is no page, the pool's first one is read for nothing.
-        slot = tl.maximum(slots, 0)
-        page = data + (slot // ROWS).to(tl.int64) * page_stride
-        if ROWS > PER_PAGE:
-            page += (slot % ROWS) * ROW
-        if PER_PAGE > TILE:
-            page += (start % PER_PAGE) * ROW
-        # Added one after the other: what differs between a thread's rows is then part of the loads.
-        row = page + places(16 * WARPS, WARPS, 1) * ROW
-        further = (tl.arange(0, 2) * 8)[None, None, None, :, None]
-        further = (
-            further + (tl.arange(0, TILE // (16 * WARPS)) * (16 * WARPS))[None, None, None, None, :]
-        )
-        further *= ROW
-        read = None
-    else:
-        slot = slots.to(tl.uint32)
-        row = data + (slot // ROWS).to(tl.int64) * page_stride + (slot % ROWS) * ROW
-        further = 0
-        read = there
-    exponent = tl.load((row + 64 + quarter()) + further, mask=read)
-    words = (row + 16 * quarter()).to(tl.pointer_type(tl.int32), bitcast=True) + further // 4
-    return (
-        there, exponent, tl.load(words, mask=read), tl.load(words + 1, mask=read),
-        tl.load(words + 2, mask=read), tl.load(words + 3, mask=read),
+    """Where the codes and the scales of LENGTH entries from `start` on begin, which lie in the page
+    whose first slot is `slot`, uint32."""
+    codes = data + (slot // ROWS).to(tl.int64) * page_stride
+    scales = codes + ROWS * ROW
+    if ROWS > PER_PAGE:
+        codes, scales = codes + (slot % ROWS) * ROW, scales + (slot % ROWS) * (ROW // 16)
+    if PER_PAGE > LENGTH:
+        inside = tl.cast(start, tl.uint32) % PER_PAGE
+        codes, scales = codes + inside * ROW, scales + inside * (ROW // 16)
+    return codes, scales
+
+
+@triton.jit
+def fetch_keys(
+    data, slots, start, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr, PER_PAGE: tl.constexpr,
+    LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Bring LENGTH entries from `start` on, which lie in one page, into the L2 cache."""
+    slot = tl.maximum(slots, 0).to(tl.uint32)
+    codes, scales = _page(data, slot, start, page_stride, ROWS, ROW, PER_PAGE, LENGTH)
+    size: tl.constexpr = LENGTH * ROW
+    tl.inline_asm_elementwise(
+        _FETCH, "=r,l,l,n,n", [codes.to(tl.int64), scales.to(tl.int64), size, size // 16],
+        dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _code(nibble, low, high, kept):
-    """What LOOK_UP does, of one code."""
-    magnitude = nibble & 7 & kept
+def _four_words(row, read):
+    """int32 words 0 to 3 at `row` [4, 8, WARPS, 2, RUNS], a multiple of 16 bytes: one load."""
+    word = tl.arange(0, 4)[None, None, None, None, None, :]
+    at = row[:, :, :, :, :, None].to(tl.pointer_type(tl.int32), bitcast=True) + word
+    at = tl.multiple_of(at, (1, 1, 1, 1, 1, 16))
+    mask = None if read is None else tl.broadcast_to(read[:, :, :, :, :, None], at.shape)
+    words = tl.load(at, mask=mask, cache_modifier=".cg")
+    s: tl.constexpr = row.shape
+    even, odd = tl.split(words.reshape(s[0], s[1], s[2], s[3], s[4], 2, 2))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def load_keys(
+    data, slots, start, page_stride, TILE: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
+    ROW: tl.constexpr, PER_PAGE: tl.constexpr, WHOLE: tl.constexpr, TILES: tl.constexpr = 1,
+    TURN: tl.constexpr = 0,
+):  # fmt: skip
+    """Whether the rows at `slots` of column_slots are there; the exponents of their groups, uint8,
+    and the four words of each; all [4, 8, WARPS, 2, RUNS], undefined at −1.
+
+    TILES: that many tiles from `start` on lie in one page; this is tile TURN of them."""
+    SCALES: tl.constexpr = ROW // 16
+    there = slots >= 0
+    if WHOLE:
+        # Where there is no page, the pool's first one is read for nothing.
+        slot = tl.maximum(slots, 0).to(tl.uint32)
+        codes, scales = _page(data, slot, start, page_stride, ROWS, ROW, PER_PAGE, TILES * TILE)
+        # Added one after the other: what differs between a thread's rows is then part of the loads.
+        place = places(16 * WARPS, WARPS, 1)
+        further = (tl.arange(0, 2) * 8)[None, None, None, :, None]
+        runs = tl.arange(0, TILE // (16 * WARPS)) * (16 * WARPS) + TURN * TILE
+        further = further + runs[None, None, None, None, :]
+        codes = codes + (place * ROW + 16 * quarter()) + further * ROW
+        scales = scales + (place * SCALES + quarter()) + further * SCALES
+        read = None
+    else:
+        slot = slots.to(tl.uint32)
+        codes = data + (slot // ROWS).to(tl.int64) * page_stride
+        scales = codes + ROWS * ROW + (slot % ROWS) * SCALES + quarter()
+        codes = codes + (slot % ROWS) * ROW + 16 * quarter()
+        read = there
+    # Nobody reads them again: they need no place in the L1 cache.
+    exponent = tl.load(scales, mask=read, cache_modifier=".cg")
+    w0, w1, w2, w3 = _four_words(codes, read)
+    return there, exponent, w0, w1, w2, w3
+
+
+@triton.jit
+def _code(magnitude, sign, low, high):
+    """What LOOK_UP does, of one code; `sign` is 0x80 or 0."""
     table = tl.where(magnitude < 4, low, high)
-    code = (table >> (8 * (magnitude & 3))) & 0x7F
-    return (code | ((nibble & 8) << 4)).to(tl.uint8)
+    return (((table >> (8 * (magnitude & 3))) & 0x7F) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -144,12 +209,12 @@ def _bytes(word):
 def _codes(word, low, high, kept, WIDEN: tl.constexpr):
     """E4M3 codes uint8 [..., 4] of the first and of the last four values of words."""
     if WIDEN:
-        shift = (4 * tl.arange(0, 4))[None, None, None, None, None, :]
-        nibbles = word[:, :, :, :, :, None] >> shift
+        place = tl.arange(0, 4)[None, None, None, None, None, :]
         low, high = low[:, :, :, :, :, None], high[:, :, :, :, :, None]
-        kept = kept[:, :, :, :, :, None]
-        first = _code(nibbles, low, high, kept)
-        last = _code(nibbles >> 16, low, high, kept)
+        signs = word[:, :, :, :, :, None] >> (8 * place)
+        magnitudes = (word & kept)[:, :, :, :, :, None] >> (4 * place)
+        first = _code(magnitudes & 7, signs & 0x80, low, high)
+        last = _code((magnitudes >> 16) & 7, (signs & 8) << 4, low, high)
     else:
         first, last = tl.inline_asm_elementwise(
             LOOK_UP, "=&r,=&r,r,r,r,r", [word, low, high, kept],

@@ -27,7 +27,15 @@ from plugins.device.numbers import (
 )
 from plugins.device.overlap import after_previous, overlaps
 from plugins.device.rotation import cos_sin_of, frequencies, turned
-from plugins.device.rows import MXFP8, NVFP4, VALUES, device_rows, row_offsets
+from plugins.device.rows import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    VALUES,
+    device_rows,
+    row_offsets,
+    scale_offsets,
+)
 from plugins.formats.rows import RowStore
 from plugins.norm.kernel import gains, normalised, rms_norm
 from plugins.registry import OPERATORS
@@ -82,16 +90,18 @@ def rounded_groups(value, FORMAT: tl.constexpr):
 
 @triton.jit
 def _write_row(
-    value, target, STORED: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
+    value, slot, data, page_stride, ROWS: tl.constexpr, ROW: tl.constexpr,
+    STORED: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """value [PADDED], of which WIDTH are the row, in the record's format at `target`."""
+    """value [PADDED], of which WIDTH are the row, in the record's format at `slot`."""
+    target = data + row_offsets(slot, page_stride, ROWS, ROW)
     if FORMAT == VALUES:
         column = tl.arange(0, PADDED)
         tl.store(target + column, value.to(target.dtype.element_ty), mask=column < WIDTH)
     else:
         GROUP: tl.constexpr = 16 if FORMAT == NVFP4 else 32
         GROUPS: tl.constexpr = PADDED // GROUP
+        HALF: tl.constexpr = GROUP // 2
         group = tl.arange(0, GROUPS)
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         there = column < WIDTH
@@ -105,14 +115,19 @@ def _write_row(
         else:
             if FORMAT == MXFP8:
                 tl.store(target + column, code.to(tl.uint8), mask=there)
-                scale_at = target + WIDTH + group
             else:
-                even, odd = tl.split(code.reshape(GROUPS, GROUP // 2, 2))
-                byte = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-                both = (even | (odd << 4)).to(tl.uint8)
-                tl.store(target + byte, both, mask=byte < WIDTH // 2)
-                scale_at = target + WIDTH // 2 + group
-            tl.store(scale_at, scale_byte.to(tl.uint8), mask=group < WIDTH // GROUP)
+                even, odd = tl.split(code.reshape(GROUPS, HALF, 2))
+                both = even | (odd << 4)
+                if FORMAT == MXFP4:
+                    # Where index keys have their signs: plugins/formats/index_keys.py.
+                    signs = (code >> 3).reshape(PADDED // 8, 2, 4).permute(0, 2, 1)
+                    first, last = tl.split(signs)
+                    both = (both & 0x77) | (first.reshape(GROUPS, HALF) << 7)
+                    both = both | (last.reshape(GROUPS, HALF) << 3)
+                byte = group[:, None] * HALF + tl.arange(0, HALF)[None, :]
+                tl.store(target + byte, both.to(tl.uint8), mask=byte < WIDTH // 2)
+            scales = data + scale_offsets(slot, page_stride, ROWS, ROW, FORMAT, WIDTH)
+            tl.store(scales + group, scale_byte.to(tl.uint8), mask=group < WIDTH // GROUP)
 
 
 @triton.jit
@@ -125,8 +140,7 @@ def _kv_write(
     if slot >= 0:
         column = tl.arange(0, PADDED)
         value = tl.load(values + row * value_stride + column, mask=column < WIDTH, other=0.0)
-        target = data + row_offsets(slot, page_stride, ROWS, ROW)
-        _write_row(value, target, STORED, FORMAT, WIDTH, PADDED)
+        _write_row(value, slot, data, page_stride, ROWS, ROW, STORED, FORMAT, WIDTH, PADDED)
 
 
 @triton.jit
@@ -152,8 +166,8 @@ def _rotated_row(
     cos, sin = cos_sin_of(position, frequency)
     value = turned(value[None, :], cos, sin, column, WIDTH, ROTATED, PADDED // 2)
     if slot >= 0:
-        target = data + row_offsets(slot, page_stride, ROWS, ROW)
-        _write_row(value.reshape(PADDED), target, STORED, FORMAT, WIDTH, PADDED)
+        written = value.reshape(PADDED)
+        _write_row(written, slot, data, page_stride, ROWS, ROW, STORED, FORMAT, WIDTH, PADDED)
 
 
 @triton.jit

@@ -29,20 +29,21 @@ def load_kernel(name: str) -> types.ModuleType:
 def paged(values: ValueRows, layout: RecordLayout, rows_per_page: int) -> tuple[RowStore, RowStore]:
     """The rows of `values`, rounded, as packed pages and as float64 values of the same slots.
 
-    The pages are a strided view of larger ones, as in a pool; all other bytes are 0xFF, which no
-    kernel may read: NaN in every record.
+    The pages are a strided view of larger ones, as in a pool, 16 bytes aligned where rows are of
+    whole words; all other bytes are 0xFF, which no kernel may read: NaN in every record.
     """
     rounded = layout.round(values.values.double())
     packed = layout.pack(rounded.nan_to_num())
     packed[rounded.isnan().any(-1)] = 0xFF
     pages = -(-len(packed) // rows_per_page)
     row = layout.bytes_per_row
-    memory = torch.full((pages, 32 + rows_per_page * row + 48), 0xFF, dtype=torch.uint8)
+    rows = torch.full((pages * rows_per_page, row), 0xFF, dtype=torch.uint8)
+    rows[: len(packed)] = packed
+    size = 32 + rows_per_page * row + 48
+    size += -size % 16 if row % 4 == 0 else 0
+    memory = torch.full((pages, size), 0xFF, dtype=torch.uint8).to(DEVICE)
     view = memory[:, 32 : 32 + rows_per_page * row].unflatten(1, (rows_per_page, row))
-    for slot, data in enumerate(packed):
-        view[slot // rows_per_page, slot % rows_per_page] = data
-    memory = memory.to(DEVICE)
-    view = memory[:, 32 : 32 + rows_per_page * row].unflatten(1, (rows_per_page, row))
+    view.copy_(layout.pages(rows.view(pages, rows_per_page, row)))
     return PackedRows(view, layout), ValueRows(rounded)
 
 

@@ -40,7 +40,7 @@ from plugins.topk_select import kernel_levels as levels
 STRIDE = "aligned i32"
 MAIN = {"ROWS": 64, "ROW": 288, "STORED": 4}
 WINDOW = {"ROWS": 32, "ROW": 528, "STORED": 2}
-INDEX = {"ROWS": 64, "ROW": 68, "STORED": 5}
+INDEX = {"ROWS": 64, "ROW": 64, "STORED": 5}
 KEYS = {**INDEX, "PER_PAGE": 128}
 FOR_EVERY_GENERATION = (
     "attention", "attention float32", "index float8", "index decode", "select rest",
@@ -164,10 +164,14 @@ def index_float8_kernels() -> Kernels:
     few = {**shared, "TILE": 64}
     one = {"SHARING": 1, "SPAN": 1, "BATCH": 1}
     return [
-        ("index float8", index_few.score_few_rows, INDEXER, {**few, **one}, 4),
+        ("index float8", index_few.score_few_rows, INDEXER, {**few, **one, "PAIRS": False}, 4),
+        (
+            "index float8 pairs", index_few.score_few_rows, INDEXER,
+            {**few, **one, "ROWS": 128, "PER_PAGE": 128, "PAIRS": True}, 4,
+        ),
         (
             "index float8 verify", index_few.score_few_rows, INDEXER,
-            {**few, "SHARING": 6, "SPAN": 8, "BATCH": 2}, 4,
+            {**few, "SHARING": 6, "SPAN": 8, "BATCH": 2, "PAIRS": False}, 4,
         ),
         (
             "index float8 candidates", index_blocks.score_blocks, INDEXER,

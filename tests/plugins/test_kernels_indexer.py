@@ -11,7 +11,7 @@ import torch
 from kernel_oracle import DEVICE, load_kernel, moved, paged
 
 from plugins.formats.records import index_record
-from plugins.formats.rows import ValueRows
+from plugins.formats.rows import PackedRows, ValueRows
 from plugins.indexer import PagedSlots
 from plugins.indexer.cases import CASES, IndexCase
 from plugins.registry import OPERATORS
@@ -192,7 +192,7 @@ def test_released_keys_of_any_magnitude() -> None:
     else:
         np.testing.assert_allclose(ours[seen], exact[seen], rtol=1e-3, atol=1e-6 * size)
     slot = int(expected["key_slots"][expected["request"][1], 9])
-    store.data[slot // 7, slot % 7] = layout.pack(torch.full((128,), torch.nan)).to(DEVICE)
+    store.write(torch.tensor([slot], device=DEVICE), torch.full((1, 128), torch.nan, device=DEVICE))
     assert kernel.index_scores(**operands)[1].isnan().nonzero().flatten().tolist() == [9]
 
 
@@ -205,19 +205,19 @@ def permuted(a: int, b: int, selector: int) -> int:
 
 
 def test_the_inline_assembly_looks_codes_up() -> None:
-    """No interpreter runs it, so its nine instructions are followed here: eight codes of a word
+    """No interpreter runs it, so its seven instructions are followed here: eight codes of a word
     become the E4M3 codes of their values times a power of two; or zeros, with their signs."""
     from plugins.indexer.kernel_keys import LOOK_UP
 
     operations = {
         "and": lambda a, b: a & b,
         "mul.hi": lambda a, b: a * b >> 32,
-        "shl": lambda a, b: a << b & 0xFFFFFFFF,
+        "mul.lo": lambda a, b: a * b & 0xFFFFFFFF,
         "prmt": permuted,
         "lop3": lambda a, b, c, table: {0xF8: a | (b & c)}[table],
     }
-    lines = re.findall(r"(and|mul\.hi|shl|prmt|lop3)\.[bu]32 ([^;]+);", LOOK_UP.value)
-    assert len(lines) == LOOK_UP.value.count(";") - 1 == 9
+    lines = re.findall(r"(and|mul\.hi|mul\.lo|prmt|lop3)\.[bu]32 ([^;]+);", LOOK_UP.value)
+    assert len(lines) == LOOK_UP.value.count(";") - 1 == 7
     magnitudes = torch.tensor(E2M1)
     for exponent in range(-5, 7):
         table = (magnitudes * 2.0**exponent).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
@@ -233,8 +233,11 @@ def test_the_inline_assembly_looks_codes_up() -> None:
                 codes = [*registers["$0"].to_bytes(4, "little")]
                 codes += registers["$1"].to_bytes(4, "little")
                 ours = torch.tensor(codes, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-                nibbles = [word >> 4 * place & 15 for place in range(8)]
-                values = [E2M1[n & 7] * (-1 if n & 8 else 1) * bool(kept) for n in nibbles]
+                signs = [word >> 8 * place + bit & 1 for bit in (7, 3) for place in range(4)]
+                values = [
+                    E2M1[word >> 4 * place & 7] * (-1) ** sign * bool(kept)
+                    for place, sign in enumerate(signs)
+                ]
                 assert torch.equal(ours, torch.tensor(values) * 2.0**exponent)
 
 
@@ -339,24 +342,73 @@ def test_pages_of_slots_are_the_slots(dtype: torch.dtype) -> None:
     assert torch.equal(*scored)
 
 
+@pytest.mark.parametrize("pairs", [True, False], ids=["pairs of tiles", "tiles"])
 @pytest.mark.parametrize("rows", [(1, 1), (6, 5), (40, 1)], ids=str)
-def test_tiles_that_lie_in_one_page(rows: tuple[int, ...]) -> None:
+def test_tiles_that_lie_in_one_page(
+    rows: tuple[int, ...], pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bits of entries looked up one by one. Pages of 128 rows, one of them missing, the last
     one not whole; what a row does not see of a page is NaN."""
-    operands, _ = packed_operands(IndexCase("whole pages", rows, 8, 128, 300), 128)
+    from plugins.indexer import kernel_float8
+
+    if pairs and max(rows) > 1:
+        pytest.skip("only a lone row runs over pairs of tiles")
+    # On a device of one multiprocessor each program has more than one pair.
+    count = 9 if pairs else 3
+    keys, device = 128 * count - 84, kernel.limits(torch.device(DEVICE))
+    if pairs:
+        device = device._replace(multiprocessors=1)
+    monkeypatch.setattr(kernel_float8, "limits", lambda _: device)
+    operands, _ = packed_operands(IndexCase("whole pages", rows, 8, 128, keys), 128)
     values = torch.randn(6 * 128, 128, generator=torch.Generator().manual_seed(5))
     values[4 * 128 + 44 : 5 * 128] = torch.nan
     operands["keys"] = paged(ValueRows(values), index_record(128), 128)[0]
-    operands["num_visible"].copy_(300 - 37 * torch.arange(sum(rows)) % 300)
-    first = 128 * torch.tensor([[3, -1, 4], [2, 5, 4]], device=DEVICE)
+    operands["num_visible"].copy_(keys - 37 * torch.arange(sum(rows)) % keys)
+    first = 128 * torch.tensor([[3, -1, 0, 1, 2, 5, 3, 0, 4], [2, 5, 1, 3, 3, 0, 2, 1, 4]])
+    first = first[:, 9 - count :].to(DEVICE)
     first[0, 1] = -1
-    entry = torch.arange(300, device=DEVICE)
+    entry = torch.arange(keys, device=DEVICE)
     pages = first[:, entry // 128]
     plain = torch.where(pages >= 0, pages + entry % 128, -1)
-    whole = kernel.index_scores(**{**operands, "key_slots": PagedSlots(first, 128, 300)})
+    with monkeypatch.context() as patched:
+        taken = recorded(patched, kernel_float8, "score_few_rows")
+        whole = kernel.index_scores(**{**operands, "key_slots": PagedSlots(first, 128, keys)})
+    assert [arguments[-1] for arguments in taken] == ([pairs] if max(rows) < 40 else [])
     assert not whole.isnan().any()
     assert torch.isneginf(whole[0, 128:256]).all()
     assert torch.equal(whole, kernel.index_scores(**{**operands, "key_slots": plain}))
+
+
+def recorded(patch: pytest.MonkeyPatch, module: object, name: str) -> list[tuple]:
+    """The arguments of every launch of a module's kernel from now on."""
+    launched: list[tuple] = []
+    real = getattr(module, name)
+
+    class Launcher:
+        def __getitem__(self, grid):
+            def run(*arguments, **options) -> None:
+                launched.append(arguments)
+                real[grid](*arguments, **options)
+
+            return run
+
+    patch.setattr(module, name, Launcher())
+    return launched
+
+
+def test_keys_that_are_not_aligned_are_scored_all_the_same() -> None:
+    """Groups of 16 bytes are loaded at once, where every page begins at a multiple of 16."""
+    operands, expected = packed_operands(IndexCase("aligned", (1, 2), 8, 128, 90), 8)
+    aligned = operands["keys"].data
+    pages, rows, row = aligned.shape
+    wide = torch.full((pages, rows * row + 4), 0xFF, dtype=torch.uint8, device=DEVICE)
+    data = wide[:, : rows * row].unflatten(1, (rows, row))
+    data.copy_(aligned)
+    odd = {**operands, "keys": PackedRows(data, operands["keys"].layout)}
+    for given in (operands, odd):
+        np.testing.assert_allclose(
+            kernel.index_scores(**given).double().cpu().numpy(), oracle(expected), 1e-4, 1e-3
+        )
 
 
 def test_a_poisoned_key_stays_poisoned() -> None:

@@ -19,6 +19,7 @@ from plugins.formats.records import (
     window_fallback_record,
     window_record,
 )
+from plugins.formats.rows import PackedRows
 
 TINY = Path(__file__).parents[1] / "vectors" / "tiny"
 RELEASED = {
@@ -76,8 +77,33 @@ def test_a_row_is_its_data_bytes_then_its_scale_bytes() -> None:
     row = index_record(128).pack(x[:128]).tolist()
     for g in range(4):
         codes, scale = mx_group(x[32 * g : 32 * g + 32].tolist(), 6 * 2.0**-126, E2M1)
-        assert row[16 * g : 16 * g + 16] == nibbles(codes)
+        for w in range(4):
+            eight = codes[8 * w : 8 * w + 8]
+            word = sum((code & 7) << 4 * i for i, code in enumerate(eight))
+            word |= sum((code >> 3) << 8 * i + 7 for i, code in enumerate(eight[:4]))
+            word |= sum((code >> 3) << 8 * i + 3 for i, code in enumerate(eight[4:]))
+            assert row[16 * g + 4 * w : 16 * g + 4 * w + 4] == [*word.to_bytes(4, "little")]
         assert row[64 + g] == scale
+
+
+def test_a_page_of_index_keys_has_its_scales_behind_all_codes() -> None:
+    """Three rows of 64 and 4 bytes in a page, which is part of a larger one."""
+    layout = index_record(128)
+    values = layout.round(torch.randn(6, 128, generator=torch.Generator().manual_seed(9)))
+    memory = torch.full((2, 20 + 3 * 68), 0xA5, dtype=torch.uint8)
+    store = PackedRows(memory[:, 20:].unflatten(1, (3, 68)), layout)
+    slots = torch.tensor([4, 0, 2, -1])
+    store.write(slots, values[:4])
+    for i, (page, row) in enumerate([(1, 1), (0, 0), (0, 2)]):
+        packed = layout.pack(values[i])
+        assert torch.equal(memory[page, 20 + 64 * row :][:64], packed[:64])
+        assert torch.equal(memory[page, 20 + 192 + 4 * row :][:4], packed[64:])
+    assert (memory == 0xA5).sum() >= 2 * 20 + 3 * 68
+    assert torch.equal(store.read(slots, torch.float32)[:3], values[:3])
+    page = layout.pages(layout.pack(values[:3])).flatten()
+    assert torch.equal(page[:192], layout.pack(values[:3])[:, :64].flatten())
+    with pytest.raises(ValueError, match="expected pages of index rows without gaps, got rows 70"):
+        PackedRows(torch.zeros(2, 3, 70, dtype=torch.uint8)[..., :68], layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
