@@ -19,6 +19,7 @@ from plugins.device.launch import limits, needs_reference, padded, unit_stride
 from plugins.device.search import LEAST_KEY, best, bound, bound_key, extent, threshold
 from plugins.registry import OPERATORS
 from plugins.topk_select.kernel_blocks import gathered, named
+from plugins.topk_select.kernel_hopper import part_of_bins, select_parts_by_bins
 from plugins.topk_select.kernel_levels import select_by_levels, takes_levels
 
 # Columns of one program.
@@ -233,7 +234,8 @@ def _select(scores: torch.Tensor, k: int) -> torch.Tensor:
     columns = scores  # a stand-in: the first round reads no names
     first = True
     while True:
-        part = min(_part(rows, width, k), padded(width))
+        of_bins = part_of_bins(rows, width, k, device)
+        part = of_bins or min(_part(rows, width, k), padded(width))
         parts = triton.cdiv(width, part)
         last = parts == 1
         out_width = parts * k
@@ -243,29 +245,40 @@ def _select(scores: torch.Tensor, k: int) -> torch.Tensor:
                 f"expected k to be at most half of {_PART}, got {k} of {width} columns; select in "
                 "the reference instead"
             )
-        groups, listed = max(_GROUPS, 4 * padded(k, 1)), max(_LIST, 2 * padded(k, 1))
-        if groups > part:
-            listed = part  # all of it at once, in registers
-        held = min(groups, part)
-        list_scores = torch.empty(rows * parts * listed, dtype=torch.float32, device=device)
-        list_columns = torch.empty(rows * parts * listed, dtype=torch.int32, device=device)
         kept_scores = scores
         if not last:
             kept_scores = torch.empty(rows, out_width, dtype=torch.float32, device=device)
         names = torch.int64 if last else torch.int32
         kept = torch.empty(rows, out_width, dtype=names, device=device)
-        warps = 4 if held <= _GROUPS else 8 if held <= 8192 else 16
-        alone = rows * parts <= limits(device).multiprocessors
-        if alone and held == _GROUPS:
-            # Nothing else would run where the program waits.
-            warps = 8
-        _select_part[(parts, rows)](
-            scores, scores.stride(0), columns, width, list_scores, list_columns, kept_scores, kept,
-            out_width, k, part, held, listed, min(_TILE, part), first, last, num_warps=warps,
-        )  # fmt: skip
+        one_round = select_parts_by_bins if of_bins else _select_parts
+        one_round(scores, columns, kept_scores, kept, k, part, first=first)
         if last:
             return kept
         scores, columns, width, first = kept_scores, kept, out_width, False
+
+
+def _select_parts(
+    scores: torch.Tensor, columns: torch.Tensor, kept_scores: torch.Tensor, kept: torch.Tensor,
+    k: int, part: int, *, first: bool,
+) -> None:  # fmt: skip
+    """One round, as `select_parts_by_bins`, by `_select_part`."""
+    (rows, width), device = scores.shape, scores.device
+    parts = triton.cdiv(width, part)
+    groups, listed = max(_GROUPS, 4 * padded(k, 1)), max(_LIST, 2 * padded(k, 1))
+    if groups > part:
+        listed = part  # all of it at once, in registers
+    held = min(groups, part)
+    list_scores = torch.empty(rows * parts * listed, dtype=torch.float32, device=device)
+    list_columns = torch.empty(rows * parts * listed, dtype=torch.int32, device=device)
+    warps = 4 if held <= _GROUPS else 8 if held <= 8192 else 16
+    alone = rows * parts <= limits(device).multiprocessors
+    if alone and held == _GROUPS:
+        # Nothing else would run where the program waits.
+        warps = 8
+    _select_part[(parts, rows)](
+        scores, scores.stride(0), columns, width, list_scores, list_columns, kept_scores, kept,
+        parts * k, k, part, held, listed, min(_TILE, part), first, parts == 1, num_warps=warps,
+    )  # fmt: skip
 
 
 def _part(rows: int, width: int, k: int) -> int:

@@ -35,6 +35,7 @@ from plugins.markov import kernel as markov
 from plugins.sample import kernel as sample
 from plugins.topk_select import kernel as select
 from plugins.topk_select import kernel_blocks as in_blocks
+from plugins.topk_select import kernel_hopper as select_hopper
 from plugins.topk_select import kernel_levels as levels
 
 STRIDE = "aligned i32"
@@ -206,6 +207,14 @@ def kernels(device: Limits) -> Kernels:
         (
             "select blocks", select._select_part, {**SELECT, "kept_columns": "*i64"},
             {**one, "GROUPS": 8192, "LIST": 4096, "FIRST": False, "LAST": True}, 8,
+        ),
+        *(
+            (
+                f"select by bins, {warps} warps", select_hopper.select_by_bins, SELECT,
+                {"CHUNKS": 4, "RESULTS": 2048, "FIRST": warps == 16, "LAST": warps == 32,
+                 "WARPS": warps}, warps,
+            )
+            for warps in (16, 32)
         ),
         ("select block tops", levels.block_tops, SELECT, {"TILE": 4096}, 8),
         ("select levels", levels.descend, SELECT, {"TOP": 2048, "ROOM": 512}, 8),

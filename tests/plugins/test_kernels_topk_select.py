@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_oracle import load_kernel, moved
+from kernel_oracle import DEVICE, load_kernel, moved
 
 from plugins.topk_select import kernel_levels as levels
 from plugins.topk_select.cases import CASES, SelectCase
@@ -17,6 +18,17 @@ from plugins.topk_select.cases import CASES, SelectCase
 kernel = load_kernel("topk_select")
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(
+    autouse=True, scope="module", params=["bins", "lists"] if DEVICE == "cuda" else ["lists"]
+)
+def method(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On Hopper bins select from few rows, and lists, as everywhere, from many."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "lists":
+            patch.setattr(kernel, "part_of_bins", lambda *sizes: None)
+        yield
 
 
 def best(scores: list[float], k: int) -> list[int]:
@@ -130,6 +142,42 @@ def crowded(values: str) -> torch.Tensor:
     return moved({"scores": scores})["scores"]
 
 
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda x: x,
+    "around ten": lambda x: x + 10,
+    "negative": lambda x: -1 - x.abs(),
+    "of one power of two": lambda x: 1 + 1e-4 * x,
+    "many equal": lambda x: x.round(decimals=1),
+    "a few and equal ones": lambda x: x.where(x > 2.5, 0.25),
+    "bfloat16": lambda x: x.bfloat16(),
+    "rising": lambda x: x.sort(1).values,
+    "falling": lambda x: x.sort(1, descending=True).values,
+    "all equal": lambda x: torch.full_like(x, -3.0),
+    "zeros of either sign": lambda x: torch.zeros_like(x).copysign(x),
+    "subnormal": lambda x: 1e-42 * x,
+    "of all sizes": lambda x: x.sign() * 10 ** (12 * x),
+    "one huge": lambda x: x.index_fill(1, torch.tensor(7), 1e30),
+    "endless": lambda x: torch.full_like(x, math.inf),
+    "some endless": lambda x: x.masked_fill(x > 2, math.inf).masked_fill(x < 1, -math.inf),
+    "some NaN": lambda x: x.masked_fill(x.abs() > 1, math.nan),
+    "few there": lambda x: x.masked_fill(x < 2.2, -math.inf),
+    "none there": lambda x: torch.full_like(x, -math.inf),
+}
+
+
+# Long rows take the interpreter long.
+SIZES = [(2500, 512), (700, 512), (5003, 37), (8192, 512), (16_384, 512), (20_000, 300)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("columns", "k"), SIZES if DEVICE == "cuda" else SIZES[:1])
+def test_every_kind_of_scores(kind: str, columns: int, k: int) -> None:
+    """Programs of either width, several parts, and columns that no vector divides."""
+    scores = torch.randn(2, columns, generator=torch.Generator().manual_seed(columns))
+    scores = KINDS[kind](scores)
+    assert kernel.topk_select(moved({"s": scores})["s"], k).tolist() == selected(scores, k)
+
+
 CROWDED = ("best in one group", "rising", "equal")
 
 
@@ -150,6 +198,7 @@ def test_nothing_is_listed_behind_a_list(values: str, monkeypatch: pytest.Monkey
         made.append(torch.full((shape[0] + 64,), -7, **kind))
         return made[-1][:-64]
 
+    monkeypatch.setattr(kernel, "part_of_bins", lambda *sizes: None)
     monkeypatch.setattr(torch, "empty", guarded)
     kernel.topk_select(scores, 300)
     assert [len(scratch) for scratch in made] == [2 * 1024 + 64] * 2
@@ -230,6 +279,7 @@ def test_strided_scores() -> None:
 
 def test_too_many_of_a_long_row_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_PART", 16)
+    monkeypatch.setattr(kernel, "part_of_bins", lambda *sizes: None)
     with pytest.raises(ValueError, match="half"):
         kernel.topk_select(moved({"s": torch.zeros(1, 40)})["s"], 20)
 
