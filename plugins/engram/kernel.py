@@ -38,8 +38,9 @@ VALUES = tl.constexpr(0)
 MXFP8 = tl.constexpr(1)
 NVFP4 = tl.constexpr(2)
 _TOKENS = 32
-# Of a program: with four, programs that wait crowd out those of the launch before.
-_TABLE_ROWS = 8
+# Of a program; fewer up to as many in all: with more of them, programs of four that wait crowd out
+# those of the launch before.
+_TABLE_ROWS, _FEW_TABLE_ROWS, _FEW = 8, 4, 3072
 _GATE_TILE = 1024
 _SQRT_FLOOR = tl.constexpr(1e-6)
 
@@ -84,8 +85,8 @@ def _lookup(
     ROWS: tl.constexpr, FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS table rows; ROW is their distance, so that the compiler knows how they are aligned."""
-    after_previous(OVERLAP)
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    after_previous(OVERLAP)
     slot = tl.load(rows + index, mask=index < count, other=-1)
     there = slot >= 0
     row = data + tl.maximum(slot, 0) * ROW
@@ -249,9 +250,10 @@ def engram_lookup(table: RowStore, rows: torch.Tensor, dtype: torch.dtype) -> to
     memory = torch.empty(rows.shape[0], rows.shape[1] * width, dtype=dtype, device=rows.device)
     if count:
         overlap = overlaps(rows.device)
-        _lookup[(triton.cdiv(count, _TABLE_ROWS),)](
+        table_rows = _FEW_TABLE_ROWS if count <= _FEW else _TABLE_ROWS
+        _lookup[(triton.cdiv(count, table_rows),)](
             found.data, rows.contiguous(), memory, count, found.factor,
-            found.row_stride, found.stored, width, padded(width, 32), _TABLE_ROWS,
+            found.row_stride, found.stored, width, padded(width, 32), table_rows,
             limits(rows.device).float8 and not INTERPRETED, overlap, launch_pdl=overlap,
         )  # fmt: skip
     return memory

@@ -90,7 +90,10 @@ def test_rows_are_their_records(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours.cpu().float(), expected.flatten(1), rtol=rtol, atol=0)
 
 
-def test_many_rows_and_rows_apart() -> None:
+@pytest.mark.parametrize("few", [60, 3072])
+def test_many_rows_and_rows_apart(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as take programs of eight rows, or of four."""
+    monkeypatch.setattr(kernel, "_FEW", few)
     layout = engram_record(32)
     data = records(layout, 600)
     wide = torch.full((600, layout.bytes_per_row + 7), 0xFF, dtype=torch.uint8, device=DEVICE)
