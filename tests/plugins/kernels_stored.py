@@ -1,6 +1,6 @@
 """Names kernels, compiles them into a directory, or takes them from there; prints what happened.
 
-python kernels_stored.py name TARGET
+python kernels_stored.py name TARGET ...
 python kernels_stored.py keep DIRECTORY
 python kernels_stored.py serve DIRECTORY
 """
@@ -83,7 +83,8 @@ def main(what: str, directory: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "name":
-        for one in variants_of(5, 64, sys.argv[2]):
-            print(json.dumps(one))
+        for target in sys.argv[2:]:
+            (variant,) = variants_of(5, 64, target)
+            print(json.dumps(variant))
     else:
         main(sys.argv[1], Path(sys.argv[2]))
