@@ -19,7 +19,7 @@ pytestmark = pytest.mark.server
 
 SCRIPTS = {
     "soak": ("--minutes=0.5", "--rounds=2", "--workers=6"),
-    "load": ("--seconds=15", "--prompt=16", "--answer=8"),
+    "load": ("--seconds=8", "--prompt=16", "--answer=4"),
 }
 
 
