@@ -18,6 +18,7 @@ import triton.language as tl
 from plugins.device.numbers import (
     E2M1_UNIT,
     E4M3_UNIT,
+    e2m1_pair,
     e2m1_word,
     e4m3,
     e4m3_scale,
@@ -138,7 +139,6 @@ def load_rows(
         FORMAT: tl.constexpr = NVFP4 if IS_NV else MXFP4
         BYTES: tl.constexpr = 8 if IS_NV else 16  # of a group
         GROUPS: tl.constexpr = PAIRS // BYTES
-        WORDS: tl.constexpr = BYTES // 4
         group = tl.arange(0, GROUPS)
         read_scale = there[:, None] & (group < WIDTH // 2 // BYTES)[None, :]
         scale_at = data + scale_offsets(slot, page_stride, ROWS, ROW, FORMAT, WIDTH)
@@ -146,15 +146,23 @@ def load_rows(
         scale_byte = scale_byte.to(tl.int32)
         scale = e4m3_scale(scale_byte) if IS_NV else e8m0_scale(scale_byte)
         scale = (scale * E2M1_UNIT)[:, :, None]
-        word = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        read = there[:, None, None] & (word < WIDTH // 8)[None, :, :]
-        codes = _load_words(row[:, None, None], word[None, :, :], read, STORED >= NVFP4_WORDS)
-        if IS_MX:
-            codes = signs_joined(codes)
-        e0, e1, e2, e3, e4, e5, e6, e7 = e2m1_word(codes)
-        # The last two dims count in which half of the word, and where in it.
-        even = tl.join(tl.join(e0 * scale, e4 * scale), tl.join(e2 * scale, e6 * scale))
-        odd = tl.join(tl.join(e1 * scale, e5 * scale), tl.join(e3 * scale, e7 * scale))
+        if STORED == NVFP4:
+            byte = group[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+            read = there[:, None, None] & (byte < WIDTH // 2)[None, :, :]
+            codes = tl.load(row[:, None, None] + byte[None, :, :], mask=read, other=0)
+            even, odd = e2m1_pair(codes.to(tl.int32))
+            even, odd = even * scale, odd * scale
+        else:
+            WORDS: tl.constexpr = BYTES // 4
+            word = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+            read = there[:, None, None] & (word < WIDTH // 8)[None, :, :]
+            codes = _load_words(row[:, None, None], word[None, :, :], read, STORED != MXFP4)
+            if IS_MX:
+                codes = signs_joined(codes)
+            e0, e1, e2, e3, e4, e5, e6, e7 = e2m1_word(codes)
+            # The last two dims count in which half of the word, and where in it.
+            even = tl.join(tl.join(e0 * scale, e4 * scale), tl.join(e2 * scale, e6 * scale))
+            odd = tl.join(tl.join(e1 * scale, e5 * scale), tl.join(e3 * scale, e7 * scale))
         even, odd = even.reshape(N, PAIRS), odd.reshape(N, PAIRS)
     else:
         column = tl.arange(0, 2 * PAIRS)
