@@ -342,40 +342,46 @@ def test_pages_of_slots_are_the_slots(dtype: torch.dtype) -> None:
     assert torch.equal(*scored)
 
 
+@pytest.mark.parametrize("page", [(128, 128), (256, 256), (256, 128)], ids=str)
 @pytest.mark.parametrize("pairs", [True, False], ids=["pairs of tiles", "tiles"])
 @pytest.mark.parametrize("rows", [(1, 1), (6, 5), (40, 1)], ids=str)
 def test_tiles_that_lie_in_one_page(
-    rows: tuple[int, ...], pairs: bool, monkeypatch: pytest.MonkeyPatch
+    rows: tuple[int, ...], pairs: bool, page: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits of entries looked up one by one. Pages of 128 rows, one of them missing, the last
-    one not whole; what a row does not see of a page is NaN."""
+    """The bits of entries looked up one by one. Pages as a pair source and one of single tokens
+    have, and pages of slots that are half a page of rows; one of them is missing, the last one not
+    whole; what a row does not see of a page is NaN."""
     from plugins.indexer import kernel_float8
 
     if pairs and max(rows) > 1:
         pytest.skip("only a lone row runs over pairs of tiles")
     # On a device of one multiprocessor each program has more than one pair.
-    count = 9 if pairs else 3
-    keys, device = 128 * count - 84, kernel.limits(torch.device(DEVICE))
+    keys, device = 1068 if pairs else 300, kernel.limits(torch.device(DEVICE))
     if pairs:
         device = device._replace(multiprocessors=1)
     monkeypatch.setattr(kernel_float8, "limits", lambda _: device)
     operands, _ = packed_operands(IndexCase("whole pages", rows, 8, 128, keys), 128)
     values = torch.randn(6 * 128, 128, generator=torch.Generator().manual_seed(5))
-    values[4 * 128 + 44 : 5 * 128] = torch.nan
-    operands["keys"] = paged(ValueRows(values), index_record(128), 128)[0]
+    stored, per_page = page
+    last = len(values) // per_page - 1
+    values[last * per_page + 44 :] = torch.nan
+    operands["keys"] = paged(ValueRows(values), index_record(128), stored)[0]
     operands["num_visible"].copy_(keys - 37 * torch.arange(sum(rows)) % keys)
-    first = 128 * torch.tensor([[3, -1, 0, 1, 2, 5, 3, 0, 4], [2, 5, 1, 3, 3, 0, 2, 1, 4]])
-    first = first[:, 9 - count :].to(DEVICE)
-    first[0, 1] = -1
+    # No neighbours in order: what lies behind a page is not what comes next.
+    column = torch.arange(-(-keys // per_page))
+    first = per_page * torch.stack([(last - 1 - column) % last, (column * column) % last])
+    first[:, -1] = per_page * last
+    first[0, -2] = -1
+    first = first.to(DEVICE)
     entry = torch.arange(keys, device=DEVICE)
-    pages = first[:, entry // 128]
-    plain = torch.where(pages >= 0, pages + entry % 128, -1)
+    pages = first[:, entry // per_page]
+    plain = torch.where(pages >= 0, pages + entry % per_page, -1)
     with monkeypatch.context() as patched:
         taken = recorded(patched, kernel_float8, "score_few_rows")
-        whole = kernel.index_scores(**{**operands, "key_slots": PagedSlots(first, 128, keys)})
+        whole = kernel.index_scores(**{**operands, "key_slots": PagedSlots(first, per_page, keys)})
     assert [arguments[-1] for arguments in taken] == ([pairs] if max(rows) < 40 else [])
     assert not whole.isnan().any()
-    assert torch.isneginf(whole[0, 128:256]).all()
+    assert torch.isneginf(whole[0, keys - 44 - per_page : keys - 44]).all()
     assert torch.equal(whole, kernel.index_scores(**{**operands, "key_slots": plain}))
 
 
