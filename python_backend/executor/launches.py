@@ -240,9 +240,13 @@ def _padded_sizes(sizes: GraphSizes) -> Iterator[Sizes]:
     """Prefill in the sizes of either segment. One row that runs through the decoder is enough for
     a step of the encoder's."""
     requests, contexts = sizes.requests, sizes.contexts
-    for some, rows, context in turns(requests, sizes.encoder_rows, contexts):
+    of_encoder, of_decoder = (
+        chain(turns(requests, rows, contexts), _shares(requests, rows, contexts))
+        for rows in (sizes.encoder_rows, sizes.decoder_rows)
+    )
+    for some, rows, context in of_encoder:
         yield Sizes(some, rows, 1, 0, context)
-    for some, rows, context in turns(requests, sizes.decoder_rows, contexts):
+    for some, rows, context in of_decoder:
         for each in (1, sizes.verify_rows):
             yield Sizes(some, rows + 1, rows, some * each, context)
 
@@ -250,7 +254,8 @@ def _padded_sizes(sizes: GraphSizes) -> Iterator[Sizes]:
 def _long_sizes(sizes: GraphSizes, limits: CoreLimits) -> Iterator[Sizes]:
     """Prefill of more rows than the sizes have, all of them for the decoder too. Kernels tell apart
     multiples of 16, of rows and of their experts: every kind of rows comes with every context that
-    differs in more than its number of entries, of any magnitude."""
+    differs in more than its number of entries, of any magnitude; and every share of rows with the
+    shortest one and the longest, which alone may be no multiple of 16 pages."""
     draw = np.random.default_rng(0)
     least, most = sizes.decoder_rows[-1], limits.max_num_tokens
     contexts = _kinds_of_contexts(sizes.long_contexts)
@@ -259,6 +264,22 @@ def _long_sizes(sizes: GraphSizes, limits: CoreLimits) -> Iterator[Sizes]:
         rows = int(min(max(round(drawn / 16) * 16 + beyond, least), most))
         requests = int(draw.choice((1, 2, 3, 16)))
         yield Sizes(min(requests, limits.max_batch_size), rows, rows, 1, context)
+    longer = [rows for rows in numbers(most) if rows >= least]
+    for some, rows, context in _shares(sizes.requests, longer, (contexts[0], contexts[-1])):
+        yield Sizes(some, rows, rows, 1, context)
+
+
+def _shares(
+    requests: Sequence[int], rows: Sequence[int], contexts: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Requests and rows of every share of rows to a request, with each context: kernels load keys
+    for as many rows at once. Of shares beyond small ones, one for each power of two."""
+    kinds: dict[int, tuple[int, int]] = {}
+    for some, count in product(requests, rows):
+        share = -(-count // some)
+        kinds[share if share <= _ALL else 1 << (share - 1).bit_length()] = some, count
+    for (some, count), context in product(kinds.values(), contexts):
+        yield some, count, context
 
 
 def _kinds_of_contexts(contexts: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,17 +29,30 @@ TINYFLASH = HERE.parents[1] / "examples" / "tinyflash" / "checkpoint"
 def test_everything_that_random_requests_launch_is_foreseen() -> None:
     """Chunked prompts longer than any padded size, prefix hits, decoding of one to five requests,
     drafts of which some stay; with bounded replay and without."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(HERE.parents[1]), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [sys.executable, str(HERE / "launches_served.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    found = output_of("launches_served.py")
     assert found["unforeseen"] == []
     # Every kernel of a step is among them, and nearly all of what is foreseen is served.
     assert found["served"] > 100
     assert found["foreseen"] < 2 * found["served"]
+
+
+def test_scores_of_every_share_of_rows_are_foreseen() -> None:
+    """Kernels of the released index keys load them for as many rows as a request has."""
+    for found in output_of("scores_served.py"):
+        assert found["unforeseen"] == []
+        assert found["served"] > 10
+        assert found["foreseen"] < 2 * found["served"]
+
+
+def output_of(script: str) -> Any:
+    """What a script beside this file prints where kernels are not interpreted."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(HERE.parents[1]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    command = [sys.executable, str(HERE / script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 def test_wide_weights_have_the_dtype_that_their_values_need(tiny_dir: Path) -> None:
