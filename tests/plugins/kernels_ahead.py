@@ -44,8 +44,8 @@ WINDOW = {"ROWS": 32, "ROW": 528, "STORED": 2}
 INDEX = {"ROWS": 64, "ROW": 64, "STORED": 5}
 KEYS = {**INDEX, "PER_PAGE": 128}
 FOR_EVERY_GENERATION = (
-    "attention", "attention float32", "index float8", "index decode", "select rest",
-    "write main",
+    "attention", "attention float32", "index float8", "index float8 pairs", "index decode",
+    "select rest", "write main",
     "linear planes", "linear planes, 128 rows", "experts down", "mhc",
 )  # fmt: skip
 DOT = {"DOT": tl.bfloat16, "WIDEN": False}
