@@ -152,7 +152,7 @@ def test_the_best_of_the_candidates(case: IndexCase) -> None:
 
 
 def test_which_products_are_taken() -> None:
-    """Words must be aligned, rows 128 wide and queries bfloat16."""
+    """Groups must be aligned, rows 128 wide and queries bfloat16."""
     operands, _ = packed_operands(MODELS[2], 7)
     stored = kernel.device_rows(operands["keys"])
     assert (
