@@ -30,6 +30,7 @@ from plugins.mega_attention.kernel_hopper_queries import (
     ROTATED,
     keep_angles,
     keep_queries,
+    load_frequencies,
     load_queries,
 )
 
@@ -59,11 +60,11 @@ def _multiply_tiles(
     position = gl.load(positions + gl.program_id(0) // num_parts)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         row, window_first, window_end, main_first, main_end = share(
-            item, num_parts, window_keys, main_keys, window_chunk, chunk, lead, False
+            item, num_parts, window_keys, main_keys, window_chunk, chunk, lead
         )
         tiles = gl.cdiv(window_end - window_first, TILE) + gl.cdiv(main_end - main_first, TILE)
         blocks = load_queries(q + row * row_stride, head_stride, 0, HEADS, H, 8, False)
-        keep_angles(position, inv_freq, turn, 8)
+        keep_angles(position, load_frequencies(inv_freq, 8), turn)
         keep_queries(blocks, turn, query, False)
         # Of the next row, long before it is asked for.
         position = gl.load(
@@ -180,7 +181,6 @@ def attention_hopper(
                 window_slots.to(gl.pointer_type(gl.int32), bitcast=True), window_stride,
                 window_keys, main_slots.to(gl.pointer_type(gl.int32), bitcast=True), main_stride,
                 main_keys, window_chunk, chunk, lead, num_parts, num_items, H, WIDTH, TILE, 8,
-                False,
             )),
         ],
         [8], [72],

@@ -98,29 +98,48 @@ def load_slots(slots, first, end, N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def load_codes(
-    data, slots, page_stride, ROWS: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
-    WIDTH: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """The words uint32 [N, WORDS] of rows, four of them a thread, and for every four the bytes of
-    their scales: one of an MXFP8 row, a pair of an NVFP4 row. Zeros at slot −1."""
+def rows_at(data, slots, page_stride, ROWS: gl.constexpr, ROW: gl.constexpr):
+    """Where rows begin; somewhere at slot −1."""
+    slot = gl.maximum(slots, 0)
+    return data + ((slot // ROWS).to(gl.int64) * page_stride + (slot % ROWS) * ROW)
+
+
+@gluon.jit
+def words_at(row, slots, WORDS: gl.constexpr, WARPS: gl.constexpr):
+    """Where the words of rows are, uint32 [N, WORDS], four of them a thread, and which to read."""
     LANES: gl.constexpr = WORDS // 4
     CODES: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    slot = gl.maximum(slots, 0)
-    row = data + ((slot // ROWS).to(gl.int64) * page_stride + (slot % ROWS) * ROW)
-    there = slots >= 0
     words = gl.convert_layout(row, gl.SliceLayout(1, CODES), assert_trivial=True)
     words = words.to(gl.pointer_type(gl.uint32), bitcast=True)
-    read = gl.convert_layout(there, gl.SliceLayout(1, CODES), assert_trivial=True)
+    read = gl.convert_layout(slots >= 0, gl.SliceLayout(1, CODES), assert_trivial=True)
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, CODES))
-    codes = gl.load(words[:, None] + word[None, :], mask=read[:, None], other=0)
+    return words[:, None] + word[None, :], read[:, None]
+
+
+@gluon.jit
+def load_scales(row, slots, WORDS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """For every four words the bytes of their scales: one of an MXFP8 row, a pair of an NVFP4
+    row. Zeros at slot −1."""
+    LANES: gl.constexpr = WORDS // 4
+    SCALES: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     four = gl.arange(0, LANES, layout=gl.SliceLayout(0, SCALES))
     if WORDS * 4 == WIDTH:
         at = row[:, None] + (WIDTH + four // 2)[None, :]
     else:
         at = row.to(gl.pointer_type(gl.uint16), bitcast=True)[:, None] + (WORDS * 2 + four)[None, :]
-    return codes, gl.load(at, mask=there[:, None], other=0).to(gl.int32)
+    return gl.load(at, mask=(slots >= 0)[:, None], other=0).to(gl.int32)
+
+
+@gluon.jit
+def load_codes(
+    data, slots, page_stride, ROWS: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
+    WIDTH: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The words of rows and their scales; zeros at slot −1."""
+    row = rows_at(data, slots, page_stride, ROWS, ROW)
+    at, read = words_at(row, slots, WORDS, WARPS)
+    codes = gl.load(at, mask=read, other=0)
+    return codes, load_scales(row, slots, WORDS, WIDTH, WARPS)
 
 
 @gluon.jit
@@ -130,14 +149,23 @@ def _e4m3_scale(byte):
 
 
 @gluon.jit
-def decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
-    """bfloat16 rows [N, WIDTH], 2^−8 of their values, exactly, in the order of a kept row."""
-    if codes.shape[1] * 4 == WIDTH:
+def scale_values(scales, MXFP8: gl.constexpr):
+    """What codes are multiplied by, bfloat16, from the bytes of `load_codes`."""
+    if MXFP8:
         scale = gl.where(scales == 0, 0x00400000, scales << 23).to(gl.float32, bitcast=True)
         scale = gl.where(scales == 255, float("nan"), scale) * 0.00390625
-        scale = scale.to(gl.bfloat16)
-        scale = gl.join(scale, scale)
-        scale = gl.join(scale, scale).reshape([N, WIDTH // 4])
+    else:
+        # 2^126 of the codes, 2^8 of _e4m3_scale, 2^−8 of a kept row.
+        scale = gl.join(_e4m3_scale(scales & 0xFF), _e4m3_scale(scales >> 8)) * 8.507059173023462e37
+    return scale.to(gl.bfloat16)
+
+
+@gluon.jit
+def decode_by(codes, scale, N: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
+    """As `decode`, of `scale_values`."""
+    scale = gl.join(scale, scale)
+    scale = gl.join(scale, scale).reshape([N, WIDTH // 4])
+    if codes.shape[1] * 4 == WIDTH:
         scale = gl.convert_layout(scale, codes.type.layout, assert_trivial=True)
         v0, v1, v2, v3 = gl.inline_asm_elementwise(
             _FOUR_BYTES, "=&r,=&r,=&r,=&r,r,r,r", [codes, scale],
@@ -146,11 +174,6 @@ def decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.conste
     else:
         low, high = (codes & 0xFFFF).to(gl.uint16), (codes >> 16).to(gl.uint16)
         code = gl.join(low, high).reshape([N, WIDTH // 4])
-        # 2^126 of the codes, 2^8 of _e4m3_scale, 2^−8 of a kept row.
-        scale = gl.join(_e4m3_scale(scales & 0xFF), _e4m3_scale(scales >> 8)) * 8.507059173023462e37
-        scale = scale.to(gl.bfloat16)
-        scale = gl.join(scale, scale)
-        scale = gl.join(scale, scale).reshape([N, WIDTH // 4])
         scale = gl.convert_layout(scale, code.type.layout, assert_trivial=True)
         v0, v1, v2, v3 = gl.inline_asm_elementwise(
             _FOUR_CODES, "=&r,=&r,=&r,=&r,r,r", [code, scale],
@@ -160,22 +183,28 @@ def decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.conste
 
 
 @gluon.jit
-def _keep(
-    rows, bias, codes, scales, slots, FIRST: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.constexpr
-):  # fmt: skip
-    """Decode into rows FIRST and on of a tile; `bias` is what their scores get added, −∞ at −1."""
-    N: gl.constexpr = codes.shape[0]
-    rows.slice(FIRST, N).store(decode(codes, scales, N, WIDTH, WHOLE))
-    bias.slice(FIRST, N).store(gl.where(slots >= 0, 0.0, float("-inf")))
+def decode(codes, scales, N: gl.constexpr, WIDTH: gl.constexpr, WHOLE: gl.constexpr):
+    """bfloat16 rows [N, WIDTH], 2^−8 of their values, exactly, in the order of a kept row."""
+    return decode_by(codes, scale_values(scales, codes.shape[1] * 4 == WIDTH), N, WIDTH, WHOLE)
 
 
 @gluon.jit
-def share(
-    item, num_parts, window_keys, main_keys, window_chunk, chunk, lead, WHOLE: gl.constexpr
-):  # fmt: skip
+def flags(slots):
+    """What scores get added: −∞ at slot −1."""
+    return gl.where(slots >= 0, 0.0, float("-inf"))
+
+
+@gluon.jit
+def _keep(rows, bias, codes, scales, slots, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Decode into rows FIRST and on of a tile, and their flags."""
+    N: gl.constexpr = codes.shape[0]
+    rows.slice(FIRST, N).store(decode(codes, scales, N, WIDTH, False))
+    bias.slice(FIRST, N).store(flags(slots))
+
+
+@gluon.jit
+def share(item, num_parts, window_keys, main_keys, window_chunk, chunk, lead):
     """An item's row, and its window keys and entries [first, end)."""
-    if WHOLE:
-        return item.to(gl.int64), 0, window_keys, 0, main_keys
     row = (item // num_parts).to(gl.int64)
     part = item % num_parts
     window_first = part * window_chunk
@@ -186,7 +215,7 @@ def share(
 
 
 @gluon.jit
-def _fetch_queries(
+def fetch_queries(
     q_row, head_stride, H: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """Bring a row's queries, up to 64 heads, into the L2 cache: these warps are at most two tiles
@@ -208,10 +237,9 @@ def decode_tiles(
     all_window_slots, window_stride, window_keys, all_main_slots, main_stride, main_keys,
     window_chunk, chunk, lead, num_parts, num_items,
     H: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr,
-    WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """The decoding warps: entries first, whose codes are loaded a tile ahead, then window rows; of
-    whole rows an even number of tiles, of which the last may hold no key."""
+    """The decoding warps of parts of rows: entries first, whose codes are loaded a tile ahead, then
+    window rows."""
     HALF: gl.constexpr = TILE // 2
     OF_MAIN: gl.constexpr = WIDTH // 8
     OF_WINDOW: gl.constexpr = WIDTH // 4
@@ -220,9 +248,9 @@ def decode_tiles(
     tile = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         row, window_first, window_end, main_first, main_end = share(
-            item, num_parts, window_keys, main_keys, window_chunk, chunk, lead, WHOLE
+            item, num_parts, window_keys, main_keys, window_chunk, chunk, lead
         )
-        _fetch_queries(q + row * row_stride, head_stride, H, WIDTH, WARPS)
+        fetch_queries(q + row * row_stride, head_stride, H, WIDTH, WARPS)
         window_slots = all_window_slots + 2 * row * window_stride
         main_slots = all_main_slots + 2 * row * main_stride
         w0 = load_slots(window_slots, window_first, window_end, HALF, WINDOW)
@@ -235,7 +263,7 @@ def decode_tiles(
         for first in range(main_first, main_end, TILE):
             stage = tile % 2
             mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
-            _keep(keys.index(stage), bias.index(stage), codes, scales, here, 0, WIDTH, WHOLE)
+            _keep(keys.index(stage), bias.index(stage), codes, scales, here, 0, WIDTH)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)
@@ -246,13 +274,9 @@ def decode_tiles(
             here = coming
             coming = load_slots(main_slots, first + 2 * TILE, main_end, TILE, MAIN)
             tile += 1
-        last = window_end
-        if WHOLE:
-            odd = (gl.cdiv(window_keys, TILE) + gl.cdiv(main_keys, TILE)) % 2
-            last = (gl.cdiv(window_keys, TILE) + odd) * TILE
-        for first in range(window_first, last, TILE):
+        for first in range(window_first, window_end, TILE):
             stage = tile % 2
-            rows, flags = keys.index(stage), bias.index(stage)
+            rows, added = keys.index(stage), bias.index(stage)
             d0, t0 = load_codes(
                 window, w0, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
             )
@@ -260,8 +284,8 @@ def decode_tiles(
                 window, w1, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
             )
             mbarrier.wait(empty.index(stage), ((tile // 2) & 1) ^ 1)
-            _keep(rows, flags, d0, t0, w0, 0, WIDTH, WHOLE)
-            _keep(rows, flags, d1, t1, w1, HALF, WIDTH, WHOLE)
+            _keep(rows, added, d0, t0, w0, 0, WIDTH)
+            _keep(rows, added, d1, t1, w1, HALF, WIDTH)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage), count=1)

@@ -21,6 +21,7 @@ from plugins.mega_attention.kernel_hopper_queries import (
     PAIRS,
     keep_angles,
     keep_queries,
+    load_frequencies,
     load_queries,
 )
 
@@ -97,7 +98,7 @@ def attention_few(
         window, w, window_pages, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
     )
     blocks = load_queries(q + row * row_stride, head_stride, first_head, HEADS, H, WARPS, False)
-    keep_angles(position, inv_freq, turn, WARPS)
+    keep_angles(position, load_frequencies(inv_freq, WARPS), turn)
     keep_queries(blocks, turn, query, False)
     if of_window:
         keys.store(decode(window_codes, window_scales, KEYS, WIDTH, False))

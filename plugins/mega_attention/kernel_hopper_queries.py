@@ -48,10 +48,15 @@ def load_queries(
 
 
 @gluon.jit
-def keep_angles(position, inv_freq, turn, WARPS: gl.constexpr):
-    """cos and sin of every pair into `turn` [2, 32], see plugins/device/rotation.py."""
+def load_frequencies(inv_freq, WARPS: gl.constexpr):
+    """Of every pair, one a lane."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    frequency = gl.load(inv_freq + gl.arange(0, PAIRS, layout=LINE))
+    return gl.load(inv_freq + gl.arange(0, PAIRS, layout=LINE))
+
+
+@gluon.jit
+def keep_angles(position, frequency, turn):
+    """cos and sin of every pair into `turn` [2, 32], see plugins/device/rotation.py."""
     turns = position.to(gl.float64) * frequency * 0.15915494309189535
     angle = ((turns - gl.floor(turns + 0.5)) * 6.283185307179586).to(gl.float32)
     turn.index(0).store(gl.cos(angle))
@@ -107,27 +112,38 @@ def _in_words(x):
 
 @gluon.jit
 def _store_words(x, o_row, BLOCK: gl.constexpr, H: gl.constexpr):
-    """64 elements [HEADS, 64] of a row."""
+    """64 bfloat16 elements [HEADS, 64] of a row."""
     head = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     element = 64 * BLOCK + gl.arange(0, 64, layout=gl.SliceLayout(0, x.type.layout))
     at = o_row + head[:, None] * 512 + element[None, :]
-    gl.store(at, x.to(gl.bfloat16), mask=(head < H)[:, None])
+    gl.store(at, x, mask=(head < H)[:, None])
 
 
 @gluon.jit
-def store_output(low, high, turn, o_row, HALF: gl.constexpr, H: gl.constexpr):
-    """Turn back and store half a row, of whose kept columns [HEADS, 256] `low` and `high` are a
-    half each, as bfloat16: elements 256 · HALF and on."""
+def turned_output(low, high, turn, HALF: gl.constexpr):
+    """Half a row turned back, of whose kept columns [HEADS, 256] `low` and `high` are a half each:
+    four blocks of 64 elements in bfloat16, from element 256 · HALF on."""
     HEADS: gl.constexpr = low.shape[0]
     # Of a kept column: j % 2, l / 4 % 2, l / 2 % 2, and l % 2, t and e; then j / 2.
     x = gl.join(low, high).reshape([HEADS, 2, 2, 2, 16, 2]).permute([0, 4, 5, 1, 3, 2])
     low, high = gl.split(x)
     x0, x1 = gl.split(low)
     x2, x3 = gl.split(high)
-    _store_words(_in_words(x0), o_row, 4 * HALF, H)
-    _store_words(_in_words(x1), o_row, 4 * HALF + 1, H)
-    _store_words(_in_words(x2), o_row, 4 * HALF + 2, H)
     last = _in_words(x3)
     if HALF == 1:
         last = _turn_back(last, turn)
-    _store_words(last, o_row, 4 * HALF + 3, H)
+    return (
+        _in_words(x0).to(gl.bfloat16),
+        _in_words(x1).to(gl.bfloat16),
+        _in_words(x2).to(gl.bfloat16),
+        last.to(gl.bfloat16),
+    )
+
+
+@gluon.jit
+def store_output(blocks, o_row, HALF: gl.constexpr, H: gl.constexpr):
+    """What `turned_output` made."""
+    _store_words(blocks[0], o_row, 4 * HALF, H)
+    _store_words(blocks[1], o_row, 4 * HALF + 1, H)
+    _store_words(blocks[2], o_row, 4 * HALF + 2, H)
+    _store_words(blocks[3], o_row, 4 * HALF + 3, H)
