@@ -30,7 +30,7 @@ def _copy_codes(
     data, slots, page_stride, buffer, ROWS: gl.constexpr, ROW: gl.constexpr, WORDS: gl.constexpr,
     WIDTH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """As `load_codes`, the words on their way to `buffer`; those of slot −1 are any."""
+    """As `load_codes`, the words on their way to `buffer`, zeros at slot −1."""
     row = rows_at(data, slots, page_stride, ROWS, ROW)
     at, read = words_at(row, slots, WORDS, WARPS)
     async_copy.async_copy_global_to_shared(buffer, at, mask=read)
@@ -74,6 +74,9 @@ def decode_rows(
         w0 = load_slots(window_slots, 0, window_keys, HALF, WINDOW)
         w1 = load_slots(window_slots, HALF, window_keys, HALF, WINDOW)
         here = load_slots(main_slots, 0, main_keys, TILE, MAIN)
+        # Other threads' last copies, of what is behind the end, fill the same words with zeros.
+        async_copy.wait_group(0)
+        gl.thread_barrier()
         scales = _copy_codes(
             main, here, main_pages, buffer, MAIN_ROWS, MAIN_ROW, OF_MAIN, WIDTH, WARPS
         )
@@ -94,6 +97,8 @@ def decode_rows(
             mbarrier.arrive(full.index(stage), count=1)
             here, coming = coming, after
             tile += 1
+        async_copy.wait_group(0)
+        gl.thread_barrier()
         scales = _copy_codes(
             window, w0, window_pages, wide, WINDOW_ROWS, WINDOW_ROW, OF_WINDOW, WIDTH, WARPS
         )
